@@ -1,0 +1,215 @@
+"""Storage formats of a KV cache: frozen rows in a registry, and the buffers one layer's K or V needs.
+
+A format says how one value is encoded (:class:`Codec`), which scales multiply it back and over how many values of
+``head_dim`` a block scale reaches. Everything else (buffer shapes, bytes per token, which kernel branch runs) follows
+from the row, so a new format built from existing codecs and scale rules is one :func:`register_format` call.
+
+``scale`` always multiplies on the way back: ``value = code * block_scale * tensor_scale``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+BlockScale = Literal["none", "e4m3", "e8m0"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one value is encoded.
+
+    Attributes:
+        name: ``bf16``, ``e4m3`` (the ``fn`` variant, no infinities), ``e5m2`` or ``e2m1``.
+        bits: Width of one code.
+        max: Largest finite magnitude a code stands for.
+        dtype: Storage dtype of the codes buffer. Everything but ``bf16`` is kept as raw bytes.
+    """
+
+    name: str
+    bits: int
+    max: float
+    dtype: torch.dtype
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("bf16", 16, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+        Codec("e4m3", 8, 448.0, torch.uint8),
+        Codec("e5m2", 8, 57344.0, torch.uint8),
+        Codec("e2m1", 4, 6.0, torch.uint8),
+    )
+}
+
+
+# Block scales lie in tiles of 32 slots so that a lane of a tensor-core fragment finds the scales of its tokens side by
+# side (kvpass/kernels/attention.py says which those are). Inside a tile the five bits of the slot, b4 to b0, are
+# reordered to b2 b0 b4 b3 b1.
+SCALE_TILE = 32
+SCALE_ORDER = tuple(
+    (s >> 2 & 1) << 4 | (s & 1) << 3 | (s >> 4 & 1) << 2 | (s >> 3 & 1) << 1 | (s >> 1 & 1) for s in range(SCALE_TILE)
+)
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """One storage format of K or V.
+
+    Attributes:
+        name: What users write, and the only part of a format that crosses an operator's schema.
+        codec: Key of :data:`CODECS`.
+        block_scale: Encoding of the scale shared by ``block`` neighbouring values of ``head_dim``: ``none``, ``e4m3``
+            (``e4m3(amax / 6 / tensor_scale)``) or ``e8m0`` (the power of two at or above ``amax / 6``).
+        block: Values per block scale; 0 without block scales.
+        tensor_scale: Whether one fp32 factor per KV head multiplies every value as well.
+    """
+
+    name: str
+    codec: str
+    block_scale: BlockScale = "none"
+    block: int = 0
+    tensor_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f"format {self.name!r}: unknown codec {self.codec!r}; known: {', '.join(CODECS)}")
+        if self.block_scale not in ("none", "e4m3", "e8m0"):
+            raise ValueError(f"format {self.name!r}: block_scale is {self.block_scale!r}; allowed: none, e4m3, e8m0")
+        if (self.block_scale == "none") != (self.block == 0):
+            raise ValueError(
+                f"format {self.name!r}: block is {self.block} with block_scale {self.block_scale!r}; "
+                "a block scale needs a block of 16 or 32, no block scale needs block 0"
+            )
+        if self.block not in (0, 16, 32):
+            raise ValueError(f"format {self.name!r}: block is {self.block}; allowed: 16, 32, or 0 for none")
+        if (self.codec == "e2m1") != (self.block_scale != "none"):
+            raise ValueError(
+                f"format {self.name!r}: codec {self.codec!r} with block_scale {self.block_scale!r}; "
+                "e2m1 needs a block scale, and the wider codecs take none"
+            )
+        if self.block_scale == "e8m0" and self.tensor_scale:
+            raise ValueError(f"format {self.name!r}: an e8m0 block scale covers every magnitude; drop tensor_scale")
+        if self.codec == "bf16" and self.tensor_scale:
+            raise ValueError(f"format {self.name!r}: bf16 is stored as is; drop tensor_scale")
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per value, block scales included and the per-head fp32 factor not."""
+        return CODECS[self.codec].bits + (8 / self.block if self.block else 0)
+
+    def code_width(self, head_dim: int) -> int:
+        """Elements of the codes buffer per token and head: two e2m1 codes share a byte."""
+        return head_dim * CODECS[self.codec].bits // (8 * CODECS[self.codec].dtype.itemsize)
+
+    def head_dim(self, code_width: int) -> int:
+        """The head_dim whose codes fill ``code_width`` elements: the inverse of :meth:`code_width`."""
+        return code_width * 8 * CODECS[self.codec].dtype.itemsize // CODECS[self.codec].bits
+
+    def scale_width(self, head_dim: int) -> int:
+        """Block scales per token and head, one byte each; 0 without block scales."""
+        return head_dim // self.block if self.block else 0
+
+    def bytes_per_token(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes that one token of one layer's K (or V) occupies."""
+        itemsize = CODECS[self.codec].dtype.itemsize
+        return kv_heads * (self.code_width(head_dim) * itemsize + self.scale_width(head_dim))
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise ``ValueError`` for a head_dim this format cannot hold."""
+        multiple = max(self.block, 16)
+        if head_dim % multiple or not 16 <= head_dim <= 256:
+            raise ValueError(
+                f"format {self.name!r} cannot hold head_dim {head_dim}: it must be a multiple of {multiple}, "
+                "from 16 to 256"
+            )
+
+    def allocate(
+        self, batch: int, kv_heads: int, max_len: int, head_dim: int, device: torch.device | str
+    ) -> KVBuffers:
+        """Zeroed buffers for ``max_len`` tokens of one layer's K (or V), and a tensor scale of 1.
+
+        Raises:
+            ValueError: ``head_dim`` does not suit the format.
+        """
+        self.check_head_dim(head_dim)
+        codes_shape = (batch, kv_heads, max_len, self.code_width(head_dim))
+        codes = torch.zeros(codes_shape, dtype=CODECS[self.codec].dtype, device=device)
+        block_scale = scale = None
+        if self.block:
+            scale_shape = (batch, kv_heads, -(-max_len // SCALE_TILE), self.scale_width(head_dim), SCALE_TILE)
+            block_scale = torch.zeros(scale_shape, dtype=torch.uint8, device=device)
+        if self.tensor_scale:
+            scale = torch.ones(kv_heads, dtype=torch.float32, device=device)
+        return KVBuffers(codes, block_scale, scale)
+
+
+class KVBuffers(NamedTuple):
+    """What one layer's K (or V) is stored in.
+
+    Attributes:
+        codes: ``[batch, kv_heads, max_len, code_width]``, bf16 or uint8. ``e2m1`` packs the even index of ``head_dim``
+            in the low nibble and the odd index in the high nibble.
+        block_scale: ``[batch, kv_heads, ceil(max_len / 32), head_dim // block, 32]`` uint8, the bits of the e4m3 or
+            e8m0 scale of each run of ``block`` values, for tiles of 32 slots; slot ``s`` of a tile is at
+            ``SCALE_ORDER[s]``. None without block scales.
+        scale: ``[kv_heads]`` float32, multiplies every value of its head; None where the format has none.
+    """
+
+    codes: torch.Tensor
+    block_scale: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage behind codes and block scales."""
+        return sum(t.untyped_storage().nbytes() for t in (self.codes, self.block_scale) if t is not None)
+
+    def first(self, length: int) -> KVBuffers:
+        """A view of the first ``length`` slots (of the tiles that hold them)."""
+        block_scale = None if self.block_scale is None else self.block_scale[:, :, : -(-length // SCALE_TILE)]
+        return KVBuffers(self.codes[:, :, :length], block_scale, self.scale)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that exist."""
+        return tuple(t for t in self if t is not None)
+
+
+_REGISTRY: dict[str, KVFormat] = {}
+
+
+def register_format(fmt: KVFormat) -> KVFormat:
+    """Make ``fmt`` known by its name, everywhere a format's name is taken.
+
+    Registering an equal row again is allowed; another row under a known name raises ``ValueError``, because caches
+    and compiled graphs that exist refer to it.
+    """
+    known = _REGISTRY.setdefault(fmt.name, fmt)
+    if known != fmt:
+        raise ValueError(f"format {fmt.name!r} is registered already, as {known}")
+    return fmt
+
+
+def get_format(name: str) -> KVFormat:
+    """The row registered under ``name``; ``ValueError`` with the known names otherwise."""
+    try:
+        return _REGISTRY[name]
+    except (KeyError, TypeError):
+        close = difflib.get_close_matches(str(name), _REGISTRY, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown KV format {name!r}; known: {', '.join(_REGISTRY)}.{hint}") from None
+
+
+def format_names() -> tuple[str, ...]:
+    """Names of all registered formats, in the order of registration."""
+    return tuple(_REGISTRY)
+
+
+register_format(KVFormat("bf16", "bf16"))
+register_format(KVFormat("fp8_e4m3", "e4m3", tensor_scale=True))
+register_format(KVFormat("fp8_e5m2", "e5m2", tensor_scale=True))
+register_format(KVFormat("nvfp4", "e2m1", block_scale="e4m3", block=16, tensor_scale=True))
+register_format(KVFormat("fp4_mx_block16", "e2m1", block_scale="e8m0", block=16))

@@ -1,0 +1,151 @@
+"""The ``kvpass::`` operators: the only names the cache and the passes share.
+
+Each takes the cache's buffers (:class:`kvpass.formats.KVBuffers`) as plain tensors and a format by its name. On CUDA
+the implementation is the Triton kernels, imported at the first call; everywhere else it is :mod:`kvpass.reference`.
+
+``positions`` (``[length]`` int64, ascending) are the slots of the tokens of one call. The cache is written there, and
+read up to ``positions[-1]``: nothing past it is touched, whatever it holds. During decode it is the cache's own
+counter, so no operator needs a launch to find its place. A position past the last slot is an error on CPU; on CUDA,
+where raising would mean waiting for the device at every token, nothing is written and attention yields NaN, so a cache
+that runs over inside a compiled graph never returns a plausible number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass import reference
+from kvpass.formats import KVBuffers, get_format
+
+
+@torch.library.custom_op(
+    "kvpass::store", mutates_args=("key_codes", "key_block_scale", "value_codes", "value_block_scale")
+)
+def store(
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    key_codes: Tensor,
+    key_block_scale: Tensor | None,
+    key_scale: Tensor | None,
+    value_codes: Tensor,
+    value_block_scale: Tensor | None,
+    value_scale: Tensor | None,
+    key_format: str,
+    value_format: str,
+) -> None:
+    """Quantize ``key`` and ``value`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions``."""
+    _check_fits(positions, key_codes)
+    reference.write(KVBuffers(key_codes, key_block_scale, key_scale), get_format(key_format), key, positions)
+    reference.write(KVBuffers(value_codes, value_block_scale, value_scale), get_format(value_format), value, positions)
+
+
+@store.register_fake
+def _store_fake(*args: object) -> None:
+    return None
+
+
+@store.register_kernel("cuda")
+def _store_cuda(*args: object) -> None:
+    from kvpass.kernels.store import store as launch
+
+    launch(*args)
+
+
+@torch.library.custom_op("kvpass::dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor,
+    block_scale: Tensor | None,
+    scale: Tensor | None,
+    positions: Tensor,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode a buffer: ``[batch, kv_heads, max_len, head_dim]`` in ``dtype``, zero past slot ``positions[-1]``."""
+    _check_fits(positions, codes)
+    end = int(positions[-1]) + 1
+    out = codes.new_zeros(_dequantized_shape(codes, format), dtype=dtype)
+    written = KVBuffers(codes, block_scale, scale).first(end)
+    out[:, :, :end] = reference.dequantize(written, get_format(format), dtype)
+    return out
+
+
+@dequantize.register_fake
+def _dequantize_fake(
+    codes: Tensor,
+    block_scale: Tensor | None,
+    scale: Tensor | None,
+    positions: Tensor,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty(_dequantized_shape(codes, format), dtype=dtype)
+
+
+@dequantize.register_kernel("cuda")
+def _dequantize_cuda(
+    codes: Tensor,
+    block_scale: Tensor | None,
+    scale: Tensor | None,
+    positions: Tensor,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    from kvpass.kernels.dequantize import dequantize as launch
+
+    return launch(codes, block_scale, scale, positions, format, dtype)
+
+
+@torch.library.custom_op("kvpass::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key_codes: Tensor,
+    key_block_scale: Tensor | None,
+    key_scale: Tensor | None,
+    value_codes: Tensor,
+    value_block_scale: Tensor | None,
+    value_scale: Tensor | None,
+    positions: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    key_format: str,
+    value_format: str,
+) -> Tensor:
+    """Attention of ``query`` (``[batch, heads, length, head_dim]``) to the cache, decoded on the fly.
+
+    The arguments are those of :func:`kvpass.reference.attention`, K and V as buffers. Returns
+    ``[batch, heads, length, value_head_dim]`` in ``query.dtype``.
+    """
+    _check_fits(positions, key_codes)
+    end = int(positions[-1]) + 1
+    key = reference.dequantize(KVBuffers(key_codes, key_block_scale, key_scale).first(end), get_format(key_format))
+    value = reference.dequantize(
+        KVBuffers(value_codes, value_block_scale, value_scale).first(end), get_format(value_format)
+    )
+    return reference.attention(query, key, value, positions, mask, scale, is_causal)
+
+
+@attention.register_fake
+def _attention_fake(query: Tensor, *args: object) -> Tensor:
+    value_codes, value_format = args[3], args[11]
+    assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
+    return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
+
+
+@attention.register_kernel("cuda")
+def _attention_cuda(query: Tensor, *args: object) -> Tensor:
+    from kvpass.kernels.attention import attention as launch
+
+    return launch(query, *args)
+
+
+def _dequantized_shape(codes: Tensor, format: str) -> tuple[int, ...]:
+    return (*codes.shape[:-1], get_format(format).head_dim(codes.shape[-1]))
+
+
+def _check_fits(positions: Tensor, codes: Tensor) -> None:
+    last = int(positions[-1])
+    if last >= codes.shape[2]:
+        raise ValueError(f"position {last} does not fit a cache of {codes.shape[2]} slots; make max_cache_len larger")
