@@ -149,3 +149,20 @@ def _check_fits(positions: Tensor, codes: Tensor) -> None:
     last = int(positions[-1])
     if last >= codes.shape[2]:
         raise ValueError(f"position {last} does not fit a cache of {codes.shape[2]} slots; make max_cache_len larger")
+
+
+@torch.library.custom_op("kvpass::released", mutates_args=())
+def released(buffer: Tensor) -> Tensor:
+    """Marks, in a traced graph, the use of a ``StaticCache`` buffer whose storage was quantized and released.
+
+    The ``kvquant`` backend removes it. Anywhere else it raises, since ``buffer`` holds no data any more.
+    """
+    raise RuntimeError(
+        "this StaticCache was quantized by the kvquant backend and holds no bf16 data any more: run the compiled model "
+        "it was used with, make a new cache, or use kvpass.QuantizedCache, which works under every backend"
+    )
+
+
+@released.register_fake
+def _released_fake(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer)

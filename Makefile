@@ -1,0 +1,24 @@
+# ARGS adds options: make test ARGS="-k formats -x"
+.PHONY: setup check format test test-gpu bench
+
+setup:  ## Development install, and the pre-commit hooks
+	pip install -e '.[test]' pre-commit
+	pre-commit install
+
+check:  ## Lint, formatting, types
+	ruff check
+	ruff format --check
+	mypy
+
+format:  ## What check asks for, where it can be done by machine
+	ruff check --fix
+	ruff format
+
+test:  ## Everything that runs without a GPU
+	pytest -m "not gpu" $(ARGS)
+
+test-gpu:  ## What needs a CUDA GPU
+	pytest -m gpu $(ARGS)
+
+bench:  ## Decode speed and memory against named peers, on a CUDA GPU
+	kvpass bench $(ARGS)

@@ -1,0 +1,175 @@
+"""``torch.compile(model, backend="kvquant")``: run the passes, hand the graph to Inductor."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import detect_fake_mode
+
+from kvpass import ops  # registers the operators that graphs refer to
+from kvpass.config import KVQuantConfig, unknown_name
+from kvpass.formats import KVBuffers
+from kvpass.fx_passes.match import STORE, Site, find_sites
+from kvpass.fx_passes.report import GraphReport, describe
+from kvpass.fx_passes.rewrite import Input, StaticPair, rewrite
+from kvpass.static_cache import ReleasedBuffer, quantize_pair
+
+Compiled = Callable[..., Any]
+
+
+class NotFusedError(RuntimeError):
+    """With ``strict=True``: a compiled graph reads K and V in a way that could not be fused."""
+
+
+class NothingToFuseWarning(UserWarning):
+    """A graph was compiled with ``kvquant`` in which no attention was found."""
+
+
+def kvquant(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile a Dynamo graph, with every attention over a KV cache fused with the cache's decoding.
+
+    Args:
+        gm, example_inputs: What Dynamo hands to a backend.
+        mode: A mode of ``torch.compile``; ``reduce-overhead`` records CUDA graphs.
+        options: Fields of :class:`kvpass.KVQuantConfig` (``format`` applies to a transformers ``StaticCache``; a
+            :class:`kvpass.QuantizedCache` brings its own), ``mode``, and options of Inductor.
+
+    Raises:
+        ValueError: An unknown option or value.
+        NotFusedError: With ``strict``, an attention that reads a cache was not fused; the message says which and why.
+    """
+    config, mode, patches = _parse(mode, options)
+    _detach_graph(gm)
+    matches = find_sites(gm.graph)
+    sites = [match for match in matches if isinstance(match, Site)]
+    report = describe(gm.graph, matches, config)
+    _remember(report, example_inputs)
+    _complain(report, config.strict)
+
+    born = _buffers_born(gm.graph)
+    inputs, pairs = rewrite(gm, sites, config)
+    first_use = any(not isinstance(example_inputs[pair.key], ReleasedBuffer) for pair in pairs)
+    if first_use or born:
+        # This graph runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
+        patches["triton.cudagraphs"] = False
+    compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs, config), mode, patches)
+    if not pairs and not born:
+        return compiled
+
+    def select(args: Sequence[Any]) -> list[Any]:
+        return [args[i.index] if i.field is None else getattr(args[i.index].buffers, i.field) for i in inputs]
+
+    def run(*args: Any) -> Any:
+        for pair in pairs:
+            quantize_pair(args[pair.key], args[pair.value], config)
+        outputs = compiled(*select(args))
+        for index in born:
+            torch._dynamo.mark_static_address(outputs[index])
+        return outputs
+
+    return run
+
+
+def reports_for(parameters: Sequence[Tensor]) -> list[GraphReport]:
+    """Reports of the graphs compiled so far that use any of ``parameters``, oldest first."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [report for refs, report in _reports if any(id(p) in wanted for ref in refs if (p := ref()) is not None)]
+
+
+def forget_reports(parameters: Sequence[Tensor]) -> None:
+    """Drop the reports that :func:`reports_for` would return."""
+    gone = {id(report) for report in reports_for(parameters)}
+    kept = [entry for entry in _reports if id(entry[1]) not in gone]
+    _reports.clear()
+    _reports.extend(kept)
+
+
+_reports: deque[tuple[list[weakref.ref[Tensor]], GraphReport]] = deque(maxlen=256)
+
+
+def _remember(report: GraphReport, example_inputs: Sequence[Any]) -> None:
+    parameters = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    _reports.append(([weakref.ref(p) for p in parameters], report))
+
+
+def _complain(report: GraphReport, strict: bool) -> None:
+    if not report.sites:
+        warnings.warn(f"kvquant found nothing to fuse in a graph: {report.why_none}", NothingToFuseWarning, stacklevel=3)
+    elif report.count("not fused"):
+        message = f"kvquant left attention unfused (it is computed correctly, and slowly)\n{report}"
+        if strict:
+            raise NotFusedError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[KVQuantConfig, str | None, dict[str, Any]]:
+    options = dict(options or {})
+    mode = options.pop("mode", mode)
+    known = [field.name for field in fields(KVQuantConfig)]
+    config = KVQuantConfig.from_dict({key: options.pop(key) for key in known if key in options})
+    inductor = torch._inductor.list_options()
+    for key in options:
+        if key not in inductor:
+            raise ValueError(unknown_name("option", key, [*known, "mode"]) + " Inductor's own options are taken too.")
+    modes = list(torch._inductor.list_mode_options())
+    if mode not in (None, *modes):
+        raise ValueError(unknown_name("mode", mode, modes))
+    return config, mode, options
+
+
+def _detach_graph(gm: fx.GraphModule) -> None:
+    """Give ``gm`` a copy of its graph: Dynamo still reads the placeholders of the one it made."""
+    graph, copies = fx.Graph(), {}
+    outputs = graph.graph_copy(gm.graph, copies)
+    graph.output(outputs)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        copies[node]._dynamo_source = node._dynamo_source
+    gm.graph = graph
+
+
+def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patches: dict[str, Any]) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx
+
+    mode_options = torch._inductor.list_mode_options(mode) if mode else {}
+    compiled: Compiled = compile_fx(gm, list(inputs), config_patches=mode_options | patches)
+    return compiled
+
+
+def _example_inputs(
+    inputs: Sequence[Input], pairs: Sequence[StaticPair], before: Sequence[Any], config: KVQuantConfig
+) -> list[Any]:
+    """The example inputs of the rewritten graph. A ``StaticCache`` is quantized when the graph runs, not when it is
+    compiled (Dynamo's guards must see its buffers as they were), so the new inputs are fake tensors."""
+    fake_mode = detect_fake_mode(before)
+    buffers: dict[int, KVBuffers] = {}
+    with fake_mode or nullcontext():
+        for pair in pairs:
+            for index, fmt in ((pair.key, config.key), (pair.value, config.value)):
+                buffers[index] = fmt.allocate(*before[index].shape, device=before[index].device)
+    return [before[i.index] if i.field is None else getattr(buffers[i.index], i.field) for i in inputs]
+
+
+def _buffers_born(graph: fx.Graph) -> list[int]:
+    """Positions among the outputs of cache buffers that this graph itself allocates: a ``QuantizedCache``'s first call."""
+    stored = {arg for node in graph.find_nodes(op="call_function", target=STORE) for arg in node.args[2:9]}
+    (outputs,) = next(iter(graph.find_nodes(op="output"))).args
+    return [
+        i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and out in stored and out.op != "placeholder"
+    ]
+
+
+__all__ = ["NotFusedError", "NothingToFuseWarning", "forget_reports", "kvquant", "ops", "reports_for"]

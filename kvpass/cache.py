@@ -1,0 +1,292 @@
+"""``QuantizedCache``: a transformers ``Cache`` whose storage is quantized.
+
+The cache is right by itself, in eager mode and under any ``torch.compile`` backend: ``update`` writes quantized bytes
+and returns what they decode to. The ``kvquant`` backend recognizes that read and fuses it with the attention behind
+it, so that the decoded K and V never exist in memory.
+
+The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
+
+from kvpass import ops
+from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass.formats import KVBuffers
+
+
+class QuantizedCache(Cache):
+    """A static KV cache in FP8 or FP4.
+
+    Args:
+        config: The model's configuration. Every attention layer must be a full-attention layer.
+        format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
+        max_cache_len: Slots per sequence: the longest prompt plus everything generated after it.
+
+    Raises:
+        ValueError: An unknown format, a ``max_cache_len`` below 1, or a head_dim that the format cannot hold.
+        NotImplementedError: A layer type or an attention implementation that is not supported.
+
+    The buffers are allocated by the first ``update``, or by ``early_initialization``. Their addresses never change
+    afterwards except in ``batch_repeat_interleave`` and ``batch_select_indices``, which change their size.
+    """
+
+    def __init__(self, config: PreTrainedConfig, format: ConfigLike = "fp8_e4m3", max_cache_len: int = 4096) -> None:
+        self.config = KVQuantConfig.of(format)
+        if max_cache_len < 1:
+            raise ValueError(f"max_cache_len is {max_cache_len}; it must be at least 1")
+        text_config = config.get_text_config(decoder=True)
+        lengths, count = _Lengths(), _count_layers(text_config, self.config)
+        super().__init__(layers=[QuantizedLayer(self.config, max_cache_len, lengths) for _ in range(count)])
+
+    @property
+    def max_cache_len(self) -> int:
+        """Slots per sequence."""
+        return self.layers[0].max_cache_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage that hold codes and block scales, 0 before initialization."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def eager_reads(self) -> int:
+        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused."""
+        return sum(layer.eager_reads for layer in self.layers)
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """K and V of one full-attention layer.
+
+    Attributes:
+        key, value: :class:`kvpass.formats.KVBuffers`, once initialized.
+        last_position: ``[1]`` int64 on the layer's device: the slot of the newest token, -1 while empty. All layers of
+            a device share it; the first of them to be updated (``leads``) advances it, so a decode step launches one
+            addition instead of one per layer, and the operators read it as it is.
+        is_empty: Known on the host, so that a prefill can be told from a later chunk without asking the device.
+        eager_reads: Times the decoded cache was read outside a compiled graph since the last reset, hence unfused.
+    """
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, config: KVQuantConfig, max_cache_len: int, lengths: _Lengths | None = None) -> None:
+        # The base class would set `keys` and `values`, which are read-only here.
+        self.key_format, self.value_format = config.key, config.value
+        self.max_cache_len = max_cache_len
+        self.is_initialized = False
+        self.is_empty = True
+        self.eager_reads = 0
+        self._lengths = lengths or _Lengths()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the batch size, KV heads, head_dims and device of ``[batch, kv_heads, any, head_dim]`` tensors."""
+        batch, kv_heads = key_states.shape[:2]
+        device = key_states.device
+        self.key = self.key_format.allocate(batch, kv_heads, self.max_cache_len, key_states.shape[-1], device)
+        self.value = self.value_format.allocate(batch, kv_heads, self.max_cache_len, value_states.shape[-1], device)
+        self.last_position, self.leads = self._lengths.join(device)
+        self.batch_size, self.dtype, self.device = batch, key_states.dtype, device
+        self._mark_static()
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Quantize and store new tokens, and return the K and V to attend to.
+
+        Args:
+            key_states, value_states: ``[batch, kv_heads, length, head_dim]``.
+
+        Returns:
+            The arguments themselves in a first prefill of more than one token, else all ``max_cache_len`` decoded
+            slots (zero where nothing is stored yet).
+
+        Raises:
+            ValueError: The tokens do not fit the room that is left, or another batch size than the cache was made
+                for. Nothing is overwritten then.
+        """
+        length = key_states.shape[-2]
+        if self.is_initialized and key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"got a batch of {key_states.shape[0]}, but the cache was allocated for a batch of {self.batch_size}; "
+                "make a new QuantizedCache for another batch size"
+            )
+        if not self.is_initialized:
+            self._check_room(length, 0)
+            self.lazy_initialization(key_states, value_states)
+        if self.leads:
+            # Inside a compiled graph the counter cannot be read; the operators guard there (see kvpass.ops).
+            stored = 0 if self.is_empty or torch.compiler.is_compiling() else int(self.last_position) + 1
+            self._check_room(length, stored)
+            self.last_position.add_(length)
+        positions = self.last_position
+        if length > 1:
+            positions = positions - (length - 1) + torch.arange(length, device=self.device)
+        formats = self.key_format.name, self.value_format.name
+        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
+        is_first_prefill = self.is_empty and length > 1
+        self.is_empty = False
+        if is_first_prefill:
+            return key_states, value_states
+        if not torch.compiler.is_compiling():
+            self.eager_reads += 1
+        return (
+            ops.dequantize(*self.key, positions, formats[0], key_states.dtype),
+            ops.dequantize(*self.value, positions, formats[1], value_states.dtype),
+        )
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All slots of K, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
+        return self._decode(self.key, self.key_format.name) if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """All slots of V, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
+        return self._decode(self.value, self.value_format.name) if self.is_initialized else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage that hold codes and block scales, 0 before initialization."""
+        return self.key.nbytes + self.value.nbytes if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the K that ``query_length`` new tokens will attend to."""
+        if self.is_empty and query_length > 1:
+            return query_length, 0
+        return self.max_cache_len, 0
+
+    def get_seq_length(self) -> int | Tensor:
+        """Tokens stored: a 0-dim int64 tensor (reading it does not wait for the device), or 0 before initialization."""
+        return self.last_position[0] + 1 if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """Slots per sequence."""
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        """Forget every token. The buffers, and CUDA graphs recorded over them, stay valid."""
+        self.is_empty, self.eager_reads = True, 0
+        if self.is_initialized and self.leads:
+            self.last_position.fill_(-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: A positive argument, or more tokens than are stored.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}; "
+                f"crop({-tokens_to_remove}) removes {tokens_to_remove}"
+            )
+        if tokens_to_remove == 0 or not self.is_initialized or not self.leads:
+            return
+        stored = int(self.last_position) + 1
+        if -tokens_to_remove > stored:
+            raise ValueError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {stored}")
+        self.last_position.add_(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give row ``i`` of the batch what row ``beam_idx[i]`` holds, in place."""
+        if self.is_initialized:
+            for buffer in self._batched():
+                buffer.copy_(buffer.index_select(0, beam_idx.to(self.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows ``indices`` (integers or booleans) of the batch."""
+        self._replace(lambda buffer: buffer[indices.to(self.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch ``repeats`` times."""
+        self._replace(lambda buffer: buffer.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        """Not supported: raises ``NotImplementedError``."""
+        raise NotImplementedError("QuantizedCache does not support offloading; use it without offloading=True")
+
+    prefetch = offload
+
+    def _check_room(self, length: int, stored: int) -> None:
+        if stored + length > self.max_cache_len:
+            raise ValueError(
+                f"{length} tokens do not fit: the cache holds {stored} of at most {self.max_cache_len}; "
+                f"make it with max_cache_len={stored + length} or more"
+            )
+
+    def _decode(self, buffers: KVBuffers, format: str) -> Tensor:
+        last = self.last_position.clamp(min=0)
+        decoded = ops.dequantize(*buffers, last, format, self.dtype)
+        return decoded * (self.last_position >= 0)
+
+    def _batched(self) -> list[Tensor]:
+        return [t for b in (self.key, self.value) for t in (b.codes, b.block_scale) if t is not None]
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+
+        def changed(buffers: KVBuffers) -> KVBuffers:
+            block_scale = None if buffers.block_scale is None else change(buffers.block_scale)
+            return KVBuffers(change(buffers.codes), block_scale, buffers.scale)
+
+        self.key, self.value = changed(self.key), changed(self.value)
+        self.batch_size = self.key.codes.shape[0]
+        self._mark_static()
+
+    def _mark_static(self) -> None:
+        """Tell CUDA graphs that these addresses stay; without it every mutated input makes them give up."""
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.key.tensors(), *self.value.tensors(), self.last_position):
+                torch._dynamo.mark_static_address(tensor)
+
+
+class _Lengths:
+    """The counters of one cache: one per device, shared by the layers there."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, Tensor] = {}
+
+    def join(self, device: torch.device) -> tuple[Tensor, bool]:
+        """The counter of ``device``, and whether the caller is the first to ask for it and so advances it."""
+        leads = device not in self._by_device
+        if leads:
+            self._by_device[device] = torch.full((1,), -1, dtype=torch.int64, device=device)
+        return self._by_device[device], leads
+
+
+def _count_layers(config: PreTrainedConfig, quant: KVQuantConfig) -> int:
+    """Layers of the model, after checking that all of them can be held."""
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"{config.model_type}: encoder-decoder models are not supported yet")
+    check_attention(config)
+    if getattr(config, "num_attention_heads", None) is None:
+        raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for fmt in (quant.key, quant.value):
+        fmt.check_head_dim(head_dim)
+    # What transformers itself would cache each layer in says which kind of layer it is.
+    for index, layer in enumerate(layers := StaticCache(config=config, max_cache_len=1).layers):
+        if type(layer) is not StaticLayer:
+            raise NotImplementedError(
+                f"{config.model_type}: layer {index} needs a {type(layer).__name__}; only full-attention layers "
+                "(StaticLayer) are supported yet"
+            )
+    return len(layers)
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Raise ``NotImplementedError`` for an attention implementation that would attend to empty slots."""
+    implementation = config._attn_implementation
+    if implementation not in (None, "sdpa", "eager", "flex_attention"):
+        raise NotImplementedError(
+            f"attention implementation {implementation!r} takes no mask over a static cache, so it would attend to "
+            "empty slots; load the model with attn_implementation='sdpa'"
+        )

@@ -1,0 +1,298 @@
+"""Find the attention sites of a Dynamo graph that read a KV cache. Nothing here changes the graph.
+
+Every ``scaled_dot_product_attention`` becomes a :class:`Site` (it can be fused), a :class:`Exact` (a prefill that
+attends to the K and V it has just computed: nothing to fuse), or a :class:`Rejected` with a reason a user can act on.
+So does every decoded K or V that something else reads: a graph has no read of a quantized cache that goes uncounted.
+
+Two reads of a cache are recognized behind the views that ``repeat_kv`` makes:
+
+- ``kvpass::dequantize``: a ``QuantizedCache``;
+- the buffer of a transformers ``StaticCache`` into which the same graph copies new tokens (``index_copy_``). Its
+  storage is bf16 when the graph is compiled for the first time, and quantized afterwards
+  (:mod:`kvpass.static_cache`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+STORE = torch.ops.kvpass.store.default
+DEQUANTIZE = torch.ops.kvpass.dequantize.default
+RELEASED = torch.ops.kvpass.released.default
+
+
+@dataclass(frozen=True)
+class QuantizedRead:
+    """K or V decoded from a ``QuantizedCache``.
+
+    Attributes:
+        node: The ``kvpass::dequantize``.
+        buffers: Nodes of codes, block scales and scale (None where the format has none).
+        positions: Node of the slots of this call's tokens.
+        format: The format's name.
+    """
+
+    node: fx.Node
+    buffers: tuple[fx.Node | None, ...]
+    positions: fx.Node
+    format: str
+
+
+@dataclass(frozen=True)
+class StaticRead:
+    """K or V read from a buffer of a ``StaticCache``.
+
+    Attributes:
+        buffer: The placeholder.
+        copy: The ``index_copy_`` that writes this call's tokens.
+        tokens, positions: Nodes of those tokens and of their slots.
+        markers: ``kvpass::released`` calls through which an already quantized buffer is seen.
+    """
+
+    buffer: fx.Node
+    copy: fx.Node
+    tokens: fx.Node
+    positions: fx.Node
+    markers: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention that reads a cache and can be fused.
+
+    Attributes:
+        attention: The SDPA node.
+        key, value: Where K and V come from; both of one kind.
+        query, mask: Nodes.
+        scale: Softmax scale.
+        layer: Path of the module that attends.
+        consumed: What has no use left once the attention is replaced, users before what they use.
+    """
+
+    attention: fx.Node
+    key: QuantizedRead | StaticRead
+    value: QuantizedRead | StaticRead
+    query: fx.Node
+    mask: fx.Node | None
+    scale: float
+    layer: str
+    consumed: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A prefill that attends to the fresh K and V whose quantized bytes the same graph stores."""
+
+    attention: fx.Node
+    layer: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A read of K and V that is not fused, and why."""
+
+    attention: fx.Node
+    layer: str
+    reason: str
+
+
+Match = Site | Exact | Rejected
+
+
+def find_sites(graph: fx.Graph) -> list[Match]:
+    """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order."""
+    matches: list[Match] = []
+    attended: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is SDPA:
+            call = _sdpa_arguments(node)
+            attended |= {_peel(call[name])[0] for name in ("key", "value")}
+            matches.append(_match_attention(node, call))
+        elif node.target is DEQUANTIZE:
+            matches.append(Rejected(node, layer_of(node), f"the decoded cache is read by {_names(node.users)}, not by SDPA"))
+    return [m for m in matches if m.attention not in attended]
+
+
+def why_none(graph: fx.Graph) -> str:
+    """Why a graph in which :func:`find_sites` finds nothing has nothing to fuse."""
+    names = {str(getattr(node.target, "__name__", node.target)) for node in graph.nodes}
+    if "flex_attention" in names:
+        return "it uses flex attention; load the model with attn_implementation='sdpa'"
+    if "softmax" in names:
+        return "its attention is written as matmul and softmax; load the model with attn_implementation='sdpa'"
+    return (
+        "it holds no scaled_dot_product_attention: the model has no attention, or a graph break cut it apart "
+        "(TORCH_LOGS=graph_breaks shows where)"
+    )
+
+
+def layer_of(node: fx.Node) -> str:
+    """Path of the module whose forward made ``node``, such as ``model.layers.3.self_attn``; '?' where unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "?"
+    path = next(reversed(stack.values()))[0]
+    for prefix in ("L['args'][0].", "L['self'].", "L['fn'].", "self."):
+        path = path.removeprefix(prefix)
+    return path.replace("_modules['", "").replace("']", "") or "?"
+
+
+def example(node: fx.Node) -> torch.Tensor:
+    """The fake tensor Dynamo recorded for ``node``."""
+    return node.meta["example_value"]
+
+
+def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
+    layer = layer_of(node)
+    query, mask = call["query"], call["attn_mask"]
+    if _stores_fresh(call["key"], call["value"]):
+        return Exact(node, layer)
+    sides = []
+    for name, source in (("K", call["key"]), ("V", call["value"])):
+        read = _read(source)
+        if isinstance(read, str):
+            return Rejected(node, layer, f"{name} {read}")
+        sides.append((name, source, read))
+    (_, key_node, key), (_, value_node, value) = sides
+    if isinstance(key, StaticRead) and call["is_causal"] and _is_cut(key_node) and _is_cut(value_node):
+        return Exact(node, layer)
+    if reason := _obstacle(call, key, value):
+        return Rejected(node, layer, reason)
+    consumed: list[fx.Node] = []
+    for name, source, read in sides:
+        consumed += _peel(source)[1]
+        if isinstance(read, QuantizedRead):
+            consumed.append(read.node)
+            continue
+        own = (read.copy, *read.markers)
+        holders = (read.buffer, *own, *_peel(source)[1])
+        if others := {user for holder in holders for user in holder.users} - {node, *own, *consumed}:
+            return Rejected(node, layer, f"the {name} buffer is also used by {_names(others)}, which needs it unquantized")
+        consumed += own
+    scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(example(query).shape[-1])
+    return Site(node, key, value, query, mask, float(scale), layer, tuple(consumed))
+
+
+def _obstacle(call: dict[str, Any], key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead) -> str | None:
+    """What the fused attention cannot express, or None."""
+    heads, kv_heads, mask = example(call["query"]).shape[1], example(_source(key)).shape[1], call["attn_mask"]
+    if type(key) is not type(value):
+        return "K and V come from caches of different kinds"
+    if key.positions is not value.positions:
+        return "K and V are written at different positions"
+    if _is_cut(call["key"]) or _is_cut(call["value"]):
+        return "it reads a slice of the cache"
+    if call["dropout_p"] != 0.0:
+        return f"dropout_p is {call['dropout_p']}; only 0.0 can be fused (call model.eval())"
+    if call["is_causal"]:
+        return "is_causal=True counts from the cache's first slot, not from the newest token; pass a mask"
+    if not isinstance(call["scale"], (int, float, type(None))):
+        return "the softmax scale is not a constant"
+    if heads % kv_heads:
+        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
+    if mask is not None and example(mask).dim() != 4:
+        return f"the mask has {example(mask).dim()} dimensions; 4 are needed (batch, heads, query, slots)"
+    if mask is not None and not (example(mask).dtype == torch.bool or example(mask).dtype.is_floating_point):
+        return f"the mask is {example(mask).dtype}; boolean or floating is needed"
+    return None
+
+
+def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _peel(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Follow ``repeat_kv`` back to its input: ``x[:, :, None].expand(...).reshape(...)``. Also the views passed."""
+    views: list[fx.Node] = []
+    while node.op == "call_method" and node.target == "contiguous":
+        views.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    reshape = node
+    if reshape.op == "call_method" and reshape.target == "reshape":
+        expand = reshape.args[0]
+        if isinstance(expand, fx.Node) and expand.op == "call_method" and expand.target == "expand":
+            unsqueeze = expand.args[0]
+            if isinstance(unsqueeze, fx.Node) and _adds_group_dimension(unsqueeze):
+                source = unsqueeze.args[0]
+                assert isinstance(source, fx.Node)
+                batch, kv_heads, slots, dim = example(source).shape
+                if tuple(example(expand).shape)[:2] == (batch, kv_heads) and tuple(example(reshape).shape) == (
+                    batch,
+                    kv_heads * example(expand).shape[2],
+                    slots,
+                    dim,
+                ):
+                    return source, [*views, reshape, expand, unsqueeze]
+    return node, views
+
+
+def _adds_group_dimension(node: fx.Node) -> bool:
+    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    index, full = node.args[1], slice(None)
+    return len(index) >= 3 and index[2] is None and all(i == full for i in (*index[:2], *index[3:]))
+
+
+def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
+    """Where K or V comes from, or what is in the way (worded to follow the word K or V)."""
+    source, _ = _peel(_before_cut(node))
+    if source.target is DEQUANTIZE:
+        codes, block_scale, scale, positions, format, _ = source.args
+        return QuantizedRead(source, (codes, block_scale, scale), positions, format)  # type: ignore[arg-type]
+    copies = [source] if _is_index_copy(source) else []
+    buffer = _through_marker(copies[0].args[0] if copies else source)
+    if not isinstance(buffer, fx.Node) or buffer.op != "placeholder":
+        return f"comes from {getattr(source.target, '__name__', source.target)}, not from a cache"
+    markers = tuple(user for user in buffer.users if user.target is RELEASED)
+    copies = [user for holder in (buffer, *markers) for user in holder.users if _is_index_copy(user)]
+    if len(copies) != 1:
+        return f"is an input of the graph, written {len(copies)} times in it; a StaticCache is written once"
+    _, dim, positions, tokens = copies[0].args
+    if dim != 2:
+        return f"is written along dimension {dim}; a StaticCache is written along 2"
+    return StaticRead(buffer, copies[0], tokens, positions, markers)  # type: ignore[arg-type]
+
+
+def _is_index_copy(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "index_copy_" and len(node.args) == 4
+
+
+def _through_marker(node: object) -> object:
+    return node.args[0] if isinstance(node, fx.Node) and node.target is RELEASED else node
+
+
+def _source(read: QuantizedRead | StaticRead) -> fx.Node:
+    return read.node if isinstance(read, QuantizedRead) else read.buffer
+
+
+def _before_cut(node: fx.Node) -> fx.Node:
+    """Undo ``key[:, :, :length, :]``, with which transformers cuts an empty static cache to the prompt."""
+    if node.target is operator.getitem and isinstance(node.args[1], tuple):
+        index, full = node.args[1], slice(None)
+        if len(index) == 4 and isinstance(index[2], slice) and all(i == full for i in (*index[:2], index[3])):
+            return node.args[0]  # type: ignore[return-value]
+    return node
+
+
+def _is_cut(node: fx.Node) -> bool:
+    return _before_cut(node) is not node
+
+
+def _stores_fresh(key: fx.Node, value: fx.Node) -> bool:
+    """Whether K and V are themselves what the graph stores in a ``QuantizedCache``."""
+    fresh_key, fresh_value = _peel(key)[0], _peel(value)[0]
+    return any(user.target is STORE and user.args[:2] == (fresh_key, fresh_value) for user in fresh_key.users)
+
+
+def _names(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(sorted({str(getattr(node.target, "__name__", node.target)) for node in nodes})) or "nothing"

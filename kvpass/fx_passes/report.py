@@ -1,0 +1,100 @@
+"""What the pass did to a graph, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from kvpass.config import KVQuantConfig
+from kvpass.formats import get_format
+from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, example, find_sites, why_none
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention of a compiled graph.
+
+    Attributes:
+        layer: Path of the module that attends.
+        status: ``fused``; ``exact`` (a prefill over the K and V it has just computed: nothing to fuse); or
+            ``not fused``.
+        key_format, value_format: Formats, where fused.
+        bytes_per_token: Stored bytes of K and V of this layer, where fused.
+        reason: Why it is not fused.
+    """
+
+    layer: str
+    status: str
+    key_format: str | None = None
+    value_format: str | None = None
+    bytes_per_token: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        sites: Its attentions, in order.
+        why_none: Why it has none.
+    """
+
+    sites: tuple[SiteReport, ...]
+    why_none: str | None = None
+
+    def count(self, status: str) -> int:
+        """Attentions with this status."""
+        return sum(site.status == status for site in self.sites)
+
+    def __str__(self) -> str:
+        if not self.sites:
+            return f"graph without attention: {self.why_none}"
+        counts = ", ".join(f"{self.count(s)} {s}" for s in ("fused", "exact", "not fused") if self.count(s))
+        return "\n".join([f"graph with {len(self.sites)} attentions: {counts}", *table(self.sites)])
+
+
+def describe(graph: fx.Graph, matches: Sequence[Match], config: KVQuantConfig) -> GraphReport:
+    """The report of ``matches``, found in ``graph``, once its sites have been or are about to be fused."""
+    if not matches:
+        return GraphReport((), why_none(graph))
+    return GraphReport(tuple(_describe(match, config) for match in matches))
+
+
+def table(sites: Sequence[SiteReport]) -> list[str]:
+    """Lines of text, one per site, with neighbours that differ in nothing but their layer's number merged."""
+    rows: list[tuple[list[str], tuple[object, ...]]] = []
+    for site in sites:
+        key = (site.status, site.key_format, site.value_format, site.bytes_per_token, site.reason)
+        if rows and rows[-1][1] == key:
+            rows[-1][0].append(site.layer)
+        else:
+            rows.append(([site.layer], key))
+    lines = []
+    for layers, (status, key_format, value_format, nbytes, reason) in rows:
+        name = layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
+        what = f"K {key_format}, V {value_format}, {nbytes} bytes per token" if status == "fused" else reason or ""
+        lines.append(f"  {name}: {status}" + (f", {what}" if what else ""))
+    return lines
+
+
+def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
+    if isinstance(match, Exact):
+        return SiteReport(match.layer, "exact", reason="a first prefill attends to the K and V it has just computed")
+    if not isinstance(match, Site):
+        return SiteReport(match.layer, "not fused", reason=match.reason)
+    names, nbytes = [], 0
+    for read, fmt in ((match.key, config.key), (match.value, config.value)):
+        if isinstance(read, QuantizedRead):
+            fmt = get_format(read.format)
+            _, kv_heads, _, head_dim = example(read.node).shape
+        else:
+            _, kv_heads, _, head_dim = example(read.buffer).shape
+        names.append(fmt.name)
+        nbytes += fmt.bytes_per_token(int(kv_heads), int(head_dim))
+    return SiteReport(match.layer, "fused", *names, bytes_per_token=nbytes)
+
+
+__all__ = ["GraphReport", "SiteReport", "describe", "find_sites", "table"]

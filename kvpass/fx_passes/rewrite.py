@@ -1,0 +1,101 @@
+"""Turn matched sites into ``kvpass::attention``. Nothing here decides: every :class:`~.match.Site` given is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch._dynamo.source import AttrSource
+
+from kvpass.config import KVQuantConfig
+from kvpass.formats import KVBuffers, KVFormat
+from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
+
+STORE = torch.ops.kvpass.store.default
+ATTENTION = torch.ops.kvpass.attention.default
+
+
+class Input(NamedTuple):
+    """Where one input of a rewritten graph comes from.
+
+    Attributes:
+        index: Position among the inputs of the graph before.
+        field: None for that input itself, else the field of the :class:`kvpass.formats.KVBuffers` that replace it.
+    """
+
+    index: int
+    field: str | None
+
+
+class StaticPair(NamedTuple):
+    """Positions, among the inputs of the graph before, of one layer's K and V buffers of a ``StaticCache``."""
+
+    key: int
+    value: int
+
+
+def rewrite(
+    gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig
+) -> tuple[list[Input], list[StaticPair]]:
+    """Fuse ``sites`` in place.
+
+    Args:
+        gm: The graph module ``sites`` were found in.
+        sites: What to fuse.
+        config: Formats for the buffers of a ``StaticCache``; a ``QuantizedCache`` brings its own.
+
+    Returns:
+        The inputs of the rewritten graph, and the pairs of former inputs whose buffers must be quantized before it
+        runs (both trivial if no site reads a ``StaticCache``).
+    """
+    graph = gm.graph
+    before = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
+    pairs, origin = [], {node: Input(index, None) for node, index in before.items()}
+    for site in sites:
+        if isinstance(site.key, StaticRead) and isinstance(site.value, StaticRead):
+            pairs.append(StaticPair(before[site.key.buffer], before[site.value.buffer]))
+            buffers = []
+            for read, fmt in ((site.key, config.key), (site.value, config.value)):
+                placeholders = _replacements(graph, read.buffer, fmt)
+                index = origin.pop(read.buffer).index
+                origin |= {node: Input(index, field) for field, node in placeholders.items()}
+                buffers += [placeholders.get(field) for field in KVBuffers._fields]
+            formats = (config.key.name, config.value.name)
+            with graph.inserting_before(site.attention):
+                new_tokens = (site.key.tokens, site.value.tokens, site.key.positions)
+                graph.call_function(STORE, (*new_tokens, *buffers, *formats))
+        else:
+            assert isinstance(site.key, QuantizedRead) and isinstance(site.value, QuantizedRead)
+            buffers = [*site.key.buffers, *site.value.buffers]
+            formats = (site.key.format, site.value.format)
+        with graph.inserting_before(site.attention):
+            arguments = (site.query, *buffers, site.key.positions, site.mask, site.scale, False, *formats)
+            fused = graph.call_function(ATTENTION, arguments)
+        fused.meta = dict(site.attention.meta)
+        site.attention.replace_all_uses_with(fused)
+        graph.erase_node(site.attention)
+        for node in site.consumed:
+            if not node.users:
+                graph.erase_node(node)
+        for read in (site.key, site.value):
+            if isinstance(read, StaticRead):
+                graph.erase_node(read.buffer)
+    graph.lint()
+    gm.recompile()
+    return [origin[node] for node in graph.find_nodes(op="placeholder")], pairs
+
+
+def _replacements(graph: fx.Graph, buffer: fx.Node, fmt: KVFormat) -> dict[str, fx.Node]:
+    """New placeholders, by field, for the tensors that ``fmt`` keeps instead of ``buffer``."""
+    fields = ["codes"] + ["block_scale"] * bool(fmt.block) + ["scale"] * fmt.tensor_scale
+    nodes = {}
+    for field in fields:
+        with graph.inserting_before(buffer):
+            node = graph.placeholder(f"{buffer.name}_{field}")
+        # What AOTAutograd reads off a Dynamo graph's inputs: a source, and that the address stays (CUDA graphs).
+        node._dynamo_source = AttrSource(buffer._dynamo_source, field)  # type: ignore[attr-defined]
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        nodes[field] = node
+    return nodes

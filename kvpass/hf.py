@@ -1,0 +1,260 @@
+"""``enable``, ``disable``, ``report``: the one line for ``generate``.
+
+This is the only module that touches what is private in transformers: the two methods of ``GenerationMixin`` and
+``PreTrainedModel`` that :func:`enable` overrides on one model, and a flag of ``CompileConfig``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import types
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache, StaticCache
+
+from kvpass.backend import forget_reports, reports_for
+from kvpass.cache import QuantizedCache
+from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass.fx_passes.report import GraphReport
+
+_MINIMUM = {"torch": Version("2.11"), "transformers": Version("5.15")}
+for _name, _least in _MINIMUM.items():
+    if Version(Version(importlib.metadata.version(_name)).base_version) < _least:
+        raise ImportError(f"kvpass needs {_name} {_least} or newer; {importlib.metadata.version(_name)} is installed")
+
+# The argument that `generate` keeps the cache in was renamed.
+_CACHE_ARGUMENT = "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
+# Caches are allocated in steps of this many slots, so that a slightly longer prompt finds the last cache large enough.
+_SLOT_STEP = 128
+
+
+def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
+    """Make ``model.generate`` keep its KV cache quantized and decode through one graph compiled with ``kvquant``.
+
+    Args:
+        model: A Hugging Face model with ``generate``. Enabling it again replaces the configuration.
+        format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
+
+    Raises:
+        TypeError: ``model`` has no ``generate``, or is the result of ``torch.compile``.
+        ValueError: An unknown format, or a head_dim that it cannot hold.
+        NotImplementedError: A kind of model that is not supported.
+    """
+    config = KVQuantConfig.of(format)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise TypeError(
+            "kvpass.enable takes the model itself, not torch.compile(model): generate() of a compiled model runs "
+            "eagerly. Write kvpass.enable(model, ...) and call model.generate(...); the decode step is compiled then"
+        )
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
+    QuantizedCache(model.config, config, max_cache_len=1)  # every error that can be known now
+    disable(model)
+    model._kvpass = _State(config)
+    for name, method in (
+        ("generate", _generate),
+        ("get_compiled_call", _get_compiled_call),
+        ("_prepare_cache_for_generation", _prepare_cache_for_generation),
+    ):
+        setattr(model, name, types.MethodType(method, model))
+
+
+def disable(model: nn.Module) -> None:
+    """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled."""
+    if "_kvpass" in vars(model):
+        for name in ("_kvpass", "generate", "get_compiled_call", "_prepare_cache_for_generation"):
+            delattr(model, name)
+    forget_reports(list(model.parameters()))
+
+
+def report(model: nn.Module) -> ModelReport:
+    """What was compiled for ``model`` with the ``kvquant`` backend, layer by layer; print it."""
+    plain = getattr(model, "_orig_mod", model)
+    state = vars(plain).get("_kvpass")
+    return ModelReport(
+        config=state.config if state else None,
+        graphs=tuple(reports_for(list(plain.parameters()))),
+        cache_bytes=state.cache_bytes if state else 0,
+        cache_slots=state.cache_slots if state else 0,
+        eager_reads=state.eager_reads if state else 0,
+    )
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What kvpass did for one model.
+
+    Attributes:
+        config: The configuration given to :func:`enable`; None where the model is not enabled.
+        graphs: A report for each graph compiled with ``kvquant``, oldest first.
+        cache_bytes, cache_slots: Bytes of K and V that the last ``generate`` allocated, and tokens they have room for.
+        eager_reads: How often the last ``generate`` read a layer's decoded cache outside a compiled graph.
+    """
+
+    config: KVQuantConfig | None
+    graphs: tuple[GraphReport, ...]
+    cache_bytes: int = 0
+    cache_slots: int = 0
+    eager_reads: int = 0
+
+    @property
+    def fused(self) -> int:
+        """Fused attentions of the newest graph that has any; 0 where there is none."""
+        return next((graph.count("fused") for graph in reversed(self.graphs) if graph.count("fused")), 0)
+
+    def __str__(self) -> str:
+        lines = [f"kvpass: enabled with {self.config}" if self.config else "kvpass: not enabled"]
+        if self.cache_bytes:
+            per_token = self.cache_bytes / self.cache_slots
+            lines.append(f"cache: {self.cache_bytes:,} bytes for {self.cache_slots:,} tokens, {per_token:,.0f} each")
+        if self.eager_reads:
+            lines.append(
+                f"the last generate read a layer's cache {self.eager_reads:,} times outside a compiled graph: decoded "
+                "in full, not fused (a second prompt in the same cache and beam search do that)"
+            )
+        lines += [str(graph) for graph in self.graphs]
+        if not self.graphs:
+            lines.append(
+                "no graph was compiled with kvquant yet. torch.compile(model, backend='kvquant').generate(...) does "
+                "not compile: write kvpass.enable(model, format) and model.generate(...), or call the compiled model "
+                "itself"
+            )
+        return "\n".join(lines)
+
+
+@dataclass
+class _State:
+    """What :func:`enable` keeps on a model."""
+
+    config: KVQuantConfig
+    spare: QuantizedCache | None = None
+    compiled: list[tuple[CompileConfig, Any]] = field(default_factory=list)
+    cache_bytes: int = 0
+    cache_slots: int = 0
+    eager_reads: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State(self.config)  # a copied model has its own cache and its own graphs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _State, (self.config,)
+
+    def take(self, model: Any, batch_size: int, slots: int) -> QuantizedCache:
+        """A cache for ``batch_size`` rows of at least ``slots`` tokens: the last one where it is large enough, so that
+        its addresses, and what was compiled and recorded for them, are used again."""
+        cache, self.spare = self.spare, None
+        if cache is not None and cache.batch_size == batch_size and cache.max_cache_len >= slots:
+            cache.reset()
+            return cache
+        del cache  # its memory is free before the new one is allocated
+        return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // _SLOT_STEP) * _SLOT_STEP)
+
+    def finished(self, cache: QuantizedCache, returned: bool) -> None:
+        """Note what a ``generate`` did, and keep its cache unless the caller has it."""
+        self.cache_bytes, self.cache_slots = cache.nbytes, cache.max_cache_len * cache.batch_size
+        self.eager_reads = cache.eager_reads
+        if not returned:
+            self.spare = cache
+
+
+# Caches taken by the `generate` that is running in this thread, and whether its caller gets each back.
+_taken: ContextVar[list[tuple[QuantizedCache, bool]]] = ContextVar("_taken")
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    taken: list[tuple[QuantizedCache, bool]] = []
+    token = _taken.set(taken)
+    try:
+        return type(self).generate(self, *args, **kwargs)
+    finally:
+        _taken.reset(token)
+        for cache, returned in taken:
+            if cache.is_initialized:
+                self._kvpass.finished(cache, returned)
+
+
+def _prepare_cache_for_generation(
+    self: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Hand ``generate`` a quantized cache, and have its decode step compiled with ``kvquant``.
+
+    ``generation_config`` is the copy that ``generate`` made for this call.
+    """
+    config: KVQuantConfig = self._kvpass.config
+    rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    cache = model_kwargs.get(_CACHE_ARGUMENT)
+    if cache is not None:
+        _check_given(cache, rows, max_cache_length)
+    elif generation_config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={generation_config.cache_implementation!r} was asked for, but kvpass is enabled on "
+            "this model and provides the cache; leave it out, or call kvpass.disable(model)"
+        )
+    elif generation_config.use_cache is not False:
+        slots = max(max_cache_length, generation_config.max_cache_len or 0)
+        cache = self._kvpass.take(self, rows, slots)
+        _taken.get().append((cache, bool(generation_config.return_dict_in_generate)))
+        model_kwargs[_CACHE_ARGUMENT] = cache
+    if isinstance(cache, (QuantizedCache, StaticCache)):
+        generation_config.compile_config = _compile_config(generation_config.compile_config, config)
+    if cache is None or not any(cache is taken for taken, _ in _taken.get()):
+        type(self)._prepare_cache_for_generation(
+            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+
+def _check_given(cache: Cache, rows: int, slots: int) -> None:
+    """Refuse a cache of the caller's that is not quantized or too small, before anything is written into it."""
+    if not isinstance(cache, (QuantizedCache, StaticCache)):
+        raise ValueError(
+            f"kvpass is enabled on this model, and a {type(cache).__name__} was passed, which would not be quantized; "
+            "pass a kvpass.QuantizedCache or no cache, or call kvpass.disable(model)"
+        )
+    if slots > cache.get_max_length():
+        raise ValueError(
+            f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "
+            f"make it with max_cache_len={slots} or more"
+        )
+    if cache.is_initialized and cache.batch_size != rows:
+        raise ValueError(f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}")
+
+
+def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> CompileConfig:
+    """``given``, or transformers' default, with ``kvquant`` as its backend."""
+    given = given or CompileConfig()
+    if given.backend not in ("inductor", "kvquant"):
+        raise ValueError(
+            f"compile_config names the backend {given.backend!r}, but kvpass is enabled on this model; leave the "
+            "backend out, or call kvpass.disable(model)"
+        )
+    options = {**config.to_dict(), **({"mode": given.mode} if given.mode else {}), **(given.options or {})}
+    result = dataclasses.replace(given, backend="kvquant", mode=None, options=options)
+    result._compile_all_devices = True  # decode is compiled on CPU too
+    return result
+
+
+def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
+    """The compiled forward of this model and no other: Dynamo caches by code object, and counts recompiles by it."""
+    for known, compiled in self._kvpass.compiled:
+        if known == compile_config:
+            return compiled
+
+    def decode_step(*args: Any, **kwargs: Any) -> Any:
+        return type(self).__call__(self, *args, **kwargs)
+
+    decode_step.__code__ = decode_step.__code__.replace(co_name=f"decode_step_{id(self._kvpass)}")
+    compiled = torch.compile(decode_step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
+    self._kvpass.compiled.append((compile_config, compiled))
+    return compiled

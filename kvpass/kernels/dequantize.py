@@ -1,0 +1,117 @@
+"""Decode a whole buffer: what attention reads wherever it is not fused with the decoding."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpass.formats import get_format
+from kvpass.kernels.codecs import (
+    check_buffers,
+    constexprs,
+    load_values,
+    native_float8,
+    on_device,
+    padded_width,
+    round_to,
+)
+
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_BLOCK_N = 32
+
+
+@triton.jit(do_not_specialize=["length", "max_len"])
+def _dequantize_kernel(
+    codes,
+    block_scale,
+    scale,
+    positions,
+    length,
+    out,
+    kv_heads,
+    max_len,
+    HEAD_DIM: tl.constexpr,
+    CODEC: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    batch_head = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * BLOCK_N
+    last = tl.load(positions + length - 1)
+    end = tl.minimum(last + 1, max_len).to(tl.int32)
+
+    ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
+    codes += batch_head * max_len * ROW
+    if CODEC == "e2m1":
+        block_scale += batch_head * tl.cdiv(max_len, 32) * (HEAD_DIM // BLOCK * 32)
+    first, second = load_values(
+        codes, block_scale, start, end, CODEC, BLOCK_SCALE, BLOCK, HEAD_DIM, WIDTH, BLOCK_N, tl.float32, NATIVE
+    )
+    value = tl.interleave(first, second) if CODEC == "e2m1" else first
+    if scale is not None:
+        value *= tl.load(scale + batch_head % kv_heads)
+    slots = (start + tl.arange(0, BLOCK_N))[:, None]
+    value = tl.where(slots < end, value, 0.0)
+    value = tl.where(last < max_len, value, float("nan"))
+
+    VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
+    columns = tl.arange(0, VALUES)[None, :]
+    address = out + (batch_head * max_len + slots) * HEAD_DIM + columns
+    tl.store(address, round_to(value, DTYPE), mask=(slots < max_len) & (columns < HEAD_DIM))
+
+
+def dequantize(
+    codes: torch.Tensor,
+    block_scale: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    positions: torch.Tensor,
+    format: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Decode a buffer up to slot ``positions[-1]``.
+
+    Args:
+        codes, block_scale, scale: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        positions: ``[length]`` int64, ascending; read on the device.
+        format: Name of a registered format.
+        dtype: fp32, fp16 or bf16. The arithmetic is fp32.
+
+    Returns:
+        ``[batch, kv_heads, max_len, head_dim]``: zero past ``positions[-1]``, and NaN throughout if that slot is
+        outside the cache.
+
+    Raises:
+        ValueError: Another dtype, or buffers that the format does not have.
+    """
+    fmt = get_format(format)
+    if dtype not in _DTYPES:
+        raise ValueError(f"cannot dequantize to {dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    check_buffers("cache", fmt, codes, block_scale, scale)
+    batch, kv_heads, max_len, width = codes.shape
+    head_dim = fmt.head_dim(width)
+    out = torch.empty((batch, kv_heads, max_len, head_dim), dtype=dtype, device=codes.device)
+    if out.numel() == 0:
+        return out
+    with on_device(codes):
+        _dequantize_kernel[(triton.cdiv(max_len, _BLOCK_N), batch * kv_heads)](
+            codes,
+            block_scale,
+            scale,
+            positions,
+            positions.shape[0],
+            out,
+            kv_heads,
+            max_len,
+            HEAD_DIM=head_dim,
+            WIDTH=padded_width(fmt, head_dim),
+            **constexprs(fmt, ""),
+            BLOCK_N=_BLOCK_N,
+            DTYPE=_DTYPES[dtype],
+            NATIVE=native_float8(codes.device),
+        )
+    return out

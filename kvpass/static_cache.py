@@ -1,0 +1,117 @@
+"""The buffers of a transformers ``StaticCache``, once the ``kvquant`` backend has quantized them.
+
+``generate`` fills such a cache eagerly, in bf16, and only then calls the compiled decode step. At the first such call
+:func:`quantize_pair` moves a layer's K and V into quantized storage, releases the bf16 bytes, and turns the two
+tensors into :class:`ReleasedBuffer`: the same Python objects, which the cache still holds, now without data of their
+own. Whatever eager code does with them afterwards is answered from the quantized storage or refused; freed memory is
+never read. Inside ``torch.compile`` their use is marked with ``kvpass::released``, which only ``kvquant`` understands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import ops, reference
+from kvpass.config import KVQuantConfig
+from kvpass.formats import KVBuffers, get_format
+
+# Attributes that hold data; every other one can be asked of a tensor without storage, and so can these methods.
+_DATA_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_METADATA_METHODS = {
+    getattr(Tensor, name)
+    for name in ("size", "dim", "stride", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous")
+    + ("element_size", "get_device", "storage_offset", "untyped_storage")
+}
+
+
+class ReleasedBuffer(Tensor):
+    """K or V of one ``StaticCache`` layer, stored quantized.
+
+    Attributes:
+        buffers: Where the data is.
+        format: The format's name.
+    """
+
+    buffers: KVBuffers
+    format: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this very function
+                args = tuple(ops.released(a) if isinstance(a, ReleasedBuffer) else a for a in args)
+                return func(*args, **kwargs)
+            is_metadata = func in _METADATA_METHODS or (func.__name__ == "__get__" and func not in _DATA_ATTRIBUTES)
+            if is_metadata or torch.compiler.is_compiling():  # the compiler itself looks at the tensor
+                return func(*args, **kwargs)
+            return _eager(func, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReleasedBuffer(shape={tuple(self.shape)}, format={self.format!r})"
+
+
+def quantize_pair(key: Tensor, value: Tensor, config: KVQuantConfig) -> None:
+    """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
+
+    Both become :class:`ReleasedBuffer`; where they already are, nothing happens.
+
+    Raises:
+        ValueError: The cache was quantized in other formats before.
+    """
+    for tensor, fmt in ((key, config.key), (value, config.value)):
+        if isinstance(tensor, ReleasedBuffer) and tensor.format != fmt.name:
+            raise ValueError(f"this StaticCache is stored as {tensor.format}, and {fmt.name} is asked for; make a new one")
+    if isinstance(key, ReleasedBuffer):
+        return
+    slots = torch.arange(key.shape[2], device=key.device)
+    new = [
+        fmt.allocate(*tensor.shape, device=tensor.device)
+        for tensor, fmt in ((key, config.key), (value, config.value))
+    ]
+    ops.store(key, value, slots, *new[0], *new[1], config.key.name, config.value.name)
+    for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
+        for buffer in buffers.tensors():
+            torch._dynamo.mark_static_address(buffer)
+        tensor.untyped_storage().resize_(0)
+        tensor.__class__ = ReleasedBuffer
+        tensor.buffers, tensor.format = buffers, fmt.name  # type: ignore[attr-defined]
+
+
+def _eager(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What eager code asks of a released buffer: erase, write tokens, or read it decoded."""
+    name = getattr(func, "__name__", str(func))
+    target = args[0] if args and isinstance(args[0], ReleasedBuffer) else None
+    if target is not None and name == "zero_":
+        for buffer in (target.buffers.codes, target.buffers.block_scale):
+            if buffer is not None:
+                buffer.zero_()
+        return target
+    if target is not None and name == "index_copy_" and len(args) == 4 and args[1] == 2:
+        reference.write(target.buffers, get_format(target.format), args[3], args[2])
+        return target
+    writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "set_data")
+    if writes or kwargs.get("out") is not None:
+        raise RuntimeError(
+            f"{name} on a StaticCache buffer that the kvquant backend has quantized to {_format_of(args)}: its bf16 "
+            "storage is released. Supported are index_copy_ along dimension 2, zero_, and reads; make a new cache for "
+            "anything else"
+        )
+    return func(*_decoded(args), **_decoded(kwargs))
+
+
+def _decoded(tree: Any) -> Any:
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, ReleasedBuffer):
+            return x
+        last = torch.full((1,), x.shape[2] - 1, device=x.device)
+        return ops.dequantize(*x.buffers, last, x.format, x.dtype)
+
+    return torch.utils._pytree.tree_map(leaf, tree)
+
+
+def _format_of(args: tuple[Any, ...]) -> str:
+    return next((a.format for a in args if isinstance(a, ReleasedBuffer)), "another format")
