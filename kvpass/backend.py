@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.utils import detect_fake_mode
+from torch._guards import detect_fake_mode
 
 from kvpass import ops  # registers the operators that graphs refer to
 from kvpass.config import KVQuantConfig, unknown_name
@@ -71,7 +71,7 @@ def kvquant(
         return compiled
 
     def select(args: Sequence[Any]) -> list[Any]:
-        return [args[i.index] if i.field is None else getattr(args[i.index].buffers, i.field) for i in inputs]
+        return [args[i.position] if i.field is None else getattr(args[i.position].buffers, i.field) for i in inputs]
 
     def run(*args: Any) -> Any:
         for pair in pairs:
@@ -108,7 +108,9 @@ def _remember(report: GraphReport, example_inputs: Sequence[Any]) -> None:
 
 def _complain(report: GraphReport, strict: bool) -> None:
     if not report.sites:
-        warnings.warn(f"kvquant found nothing to fuse in a graph: {report.why_none}", NothingToFuseWarning, stacklevel=3)
+        warnings.warn(
+            f"kvquant found nothing to fuse in a graph: {report.why_none}", NothingToFuseWarning, stacklevel=3
+        )
     elif report.count("not fused"):
         message = f"kvquant left attention unfused (it is computed correctly, and slowly)\n{report}"
         if strict:
@@ -133,7 +135,8 @@ def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[KVQuant
 
 def _detach_graph(gm: fx.GraphModule) -> None:
     """Give ``gm`` a copy of its graph: Dynamo still reads the placeholders of the one it made."""
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(gm.graph, copies)
     graph.output(outputs)
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -145,8 +148,7 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patch
     from torch._inductor.compile_fx import compile_fx
 
     mode_options = torch._inductor.list_mode_options(mode) if mode else {}
-    compiled: Compiled = compile_fx(gm, list(inputs), config_patches=mode_options | patches)
-    return compiled
+    return compile_fx(gm, list(inputs), config_patches=mode_options | patches)  # type: ignore[return-value]
 
 
 def _example_inputs(
@@ -159,17 +161,23 @@ def _example_inputs(
     with fake_mode or nullcontext():
         for pair in pairs:
             for index, fmt in ((pair.key, config.key), (pair.value, config.value)):
-                buffers[index] = fmt.allocate(*before[index].shape, device=before[index].device)
-    return [before[i.index] if i.field is None else getattr(buffers[i.index], i.field) for i in inputs]
+                buffers[index] = fmt.allocate_like(before[index])
+    return [before[i.position] if i.field is None else getattr(buffers[i.position], i.field) for i in inputs]
 
 
 def _buffers_born(graph: fx.Graph) -> list[int]:
-    """Positions among the outputs of cache buffers that this graph itself allocates: a ``QuantizedCache``'s first call."""
-    stored = {arg for node in graph.find_nodes(op="call_function", target=STORE) for arg in node.args[2:9]}
+    """Which outputs are cache buffers that the graph allocates itself, as a ``QuantizedCache``'s first call does: what
+    it stores into, and the counter from which the positions are computed."""
+    stores = graph.find_nodes(op="call_function", target=STORE)
+    kept = {buffer for node in stores for buffer in node.args[3:9]}
+    pending = [node.args[2] for node in stores]
+    while pending:
+        node = pending.pop()
+        if node not in kept:
+            kept.add(node)
+            pending += node.all_input_nodes
     (outputs,) = next(iter(graph.find_nodes(op="output"))).args
-    return [
-        i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and out in stored and out.op != "placeholder"
-    ]
+    return [i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and out in kept and out.op != "placeholder"]
 
 
 __all__ = ["NotFusedError", "NothingToFuseWarning", "forget_reports", "kvquant", "ops", "reports_for"]

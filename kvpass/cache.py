@@ -44,21 +44,21 @@ class QuantizedCache(Cache):
         text_config = config.get_text_config(decoder=True)
         lengths, count = _Lengths(), _count_layers(text_config, self.config)
         super().__init__(layers=[QuantizedLayer(self.config, max_cache_len, lengths) for _ in range(count)])
-
-    @property
-    def max_cache_len(self) -> int:
-        """Slots per sequence."""
-        return self.layers[0].max_cache_len
+        self.max_cache_len = max_cache_len
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage that hold codes and block scales, 0 before initialization."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def eager_reads(self) -> int:
         """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused."""
-        return sum(layer.eager_reads for layer in self.layers)
+        return sum(layer.eager_reads for layer in self._layers)
+
+    @property
+    def _layers(self) -> list[QuantizedLayer]:
+        return self.layers  # type: ignore[return-value]
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -87,17 +87,17 @@ class QuantizedLayer(CacheLayerMixin):
         self._lengths = lengths or _Lengths()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the batch size, KV heads, head_dims and device of ``[batch, kv_heads, any, head_dim]`` tensors."""
-        batch, kv_heads = key_states.shape[:2]
-        device = key_states.device
-        self.key = self.key_format.allocate(batch, kv_heads, self.max_cache_len, key_states.shape[-1], device)
-        self.value = self.value_format.allocate(batch, kv_heads, self.max_cache_len, value_states.shape[-1], device)
-        self.last_position, self.leads = self._lengths.join(device)
-        self.batch_size, self.dtype, self.device = batch, key_states.dtype, device
+        """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
+        self.key = self.key_format.allocate_like(key_states, self.max_cache_len)
+        self.value = self.value_format.allocate_like(value_states, self.max_cache_len)
+        self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
+        self.last_position, self.leads = self._lengths.join(self.device)
         self._mark_static()
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Quantize and store new tokens, and return the K and V to attend to.
 
         Args:
@@ -142,12 +142,12 @@ class QuantizedLayer(CacheLayerMixin):
         )
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """All slots of K, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
         return self._decode(self.key, self.key_format.name) if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """All slots of V, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
         return self._decode(self.value, self.value_format.name) if self.is_initialized else None
 
@@ -162,7 +162,7 @@ class QuantizedLayer(CacheLayerMixin):
             return query_length, 0
         return self.max_cache_len, 0
 
-    def get_seq_length(self) -> int | Tensor:
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens stored: a 0-dim int64 tensor (reading it does not wait for the device), or 0 before initialization."""
         return self.last_position[0] + 1 if self.is_initialized else 0
 
@@ -223,7 +223,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _decode(self, buffers: KVBuffers, format: str) -> Tensor:
         last = self.last_position.clamp(min=0)
-        decoded = ops.dequantize(*buffers, last, format, self.dtype)
+        decoded: Tensor = ops.dequantize(*buffers, last, format, self.dtype)
         return decoded * (self.last_position >= 0)
 
     def _batched(self) -> list[Tensor]:

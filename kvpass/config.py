@@ -20,8 +20,8 @@ class KVQuantConfig:
         format: Format of K and V, one of :func:`kvpass.format_names`.
         key_format: Format of K, where it differs from ``format``.
         value_format: Format of V, where it differs from ``format``.
-        strict: Raise :class:`kvpass.NotFusedError` when a compiled graph has an attention that reads a cache and was not fused, instead
-            of warning and running it slowly.
+        strict: Raise :class:`kvpass.NotFusedError` when a compiled graph has an attention that reads a cache and was
+            not fused, instead of warning and running it slowly.
 
     Raises:
         ValueError: An unknown format, or a ``strict`` that is no boolean.

@@ -127,9 +127,7 @@ class KVFormat:
                 "from 16 to 256"
             )
 
-    def allocate(
-        self, batch: int, kv_heads: int, max_len: int, head_dim: int, device: torch.device | str
-    ) -> KVBuffers:
+    def allocate(self, batch: int, kv_heads: int, max_len: int, head_dim: int, device: torch.device | str) -> KVBuffers:
         """Zeroed buffers for ``max_len`` tokens of one layer's K (or V), and a tensor scale of 1.
 
         Raises:
@@ -145,6 +143,11 @@ class KVFormat:
         if self.tensor_scale:
             scale = torch.ones(kv_heads, dtype=torch.float32, device=device)
         return KVBuffers(codes, block_scale, scale)
+
+    def allocate_like(self, tensor: torch.Tensor, max_len: int | None = None) -> KVBuffers:
+        """Buffers for ``[batch, kv_heads, length, head_dim]`` tensors, of ``max_len`` slots rather than ``length``."""
+        batch, kv_heads, length, head_dim = tensor.shape
+        return self.allocate(batch, kv_heads, max_len or length, head_dim, tensor.device)
 
 
 class KVBuffers(NamedTuple):

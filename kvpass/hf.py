@@ -11,12 +11,12 @@ import importlib.metadata
 import types
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
 from kvpass.backend import forget_reports, reports_for
@@ -30,7 +30,9 @@ for _name, _least in _MINIMUM.items():
         raise ImportError(f"kvpass needs {_name} {_least} or newer; {importlib.metadata.version(_name)} is installed")
 
 # The argument that `generate` keeps the cache in was renamed.
-_CACHE_ARGUMENT = "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
+_CACHE_ARGUMENT = (
+    "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
+)
 # Caches are allocated in steps of this many slots, so that a slightly longer prompt finds the last cache large enough.
 _SLOT_STEP = 128
 
@@ -55,9 +57,9 @@ def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
         )
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
-    QuantizedCache(model.config, config, max_cache_len=1)  # every error that can be known now
+    QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # every error that can be known now
     disable(model)
-    model._kvpass = _State(config)
+    vars(model)["_kvpass"] = _State(config)
     for name, method in (
         ("generate", _generate),
         ("get_compiled_call", _get_compiled_call),
@@ -151,7 +153,7 @@ class _State:
         its addresses, and what was compiled and recorded for them, are used again."""
         cache, self.spare = self.spare, None
         if cache is not None and cache.batch_size == batch_size and cache.max_cache_len >= slots:
-            cache.reset()
+            cache.reset()  # type: ignore[no-untyped-call]
             return cache
         del cache  # its memory is free before the new one is allocated
         return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // _SLOT_STEP) * _SLOT_STEP)
@@ -228,7 +230,9 @@ def _check_given(cache: Cache, rows: int, slots: int) -> None:
             f"make it with max_cache_len={slots} or more"
         )
     if cache.is_initialized and cache.batch_size != rows:
-        raise ValueError(f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}")
+        raise ValueError(
+            f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}"
+        )
 
 
 def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> CompileConfig:
@@ -240,8 +244,9 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
             "backend out, or call kvpass.disable(model)"
         )
     options = {**config.to_dict(), **({"mode": given.mode} if given.mode else {}), **(given.options or {})}
-    result = dataclasses.replace(given, backend="kvquant", mode=None, options=options)
-    result._compile_all_devices = True  # decode is compiled on CPU too
+    changes: dict[str, Any] = {"backend": "kvquant", "mode": None, "options": options}
+    result = dataclasses.replace(given, **changes)
+    vars(result)["_compile_all_devices"] = True  # decode is compiled on CPU too
     return result
 
 

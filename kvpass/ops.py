@@ -12,6 +12,8 @@ that runs over inside a compiled graph never returns a plausible number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def _store_fake(*args: object) -> None:
 
 
 @store.register_kernel("cuda")
-def _store_cuda(*args: object) -> None:
+def _store_cuda(*args: Any) -> None:
     from kvpass.kernels.store import store as launch
 
     launch(*args)
@@ -62,7 +64,10 @@ def dequantize(
     format: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode a buffer: ``[batch, kv_heads, max_len, head_dim]`` in ``dtype``, zero past slot ``positions[-1]``."""
+    """Decode a buffer: ``[batch, kv_heads, max_len, head_dim]`` in ``dtype``, zero past slot ``positions[-1]``.
+
+    On CUDA all of it is NaN if ``positions[-1]`` is past the last slot.
+    """
     _check_fits(positions, codes)
     end = int(positions[-1]) + 1
     out = codes.new_zeros(_dequantized_shape(codes, format), dtype=dtype)
@@ -135,10 +140,22 @@ def _attention_fake(query: Tensor, *args: object) -> Tensor:
 
 
 @attention.register_kernel("cuda")
-def _attention_cuda(query: Tensor, *args: object) -> Tensor:
+def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
     return launch(query, *args)
+
+
+def attention_kernel(
+    query: Tensor, kv_heads: int, value_dim: int, mask: Tensor | None, scale: float, key_format: str, value_format: str
+) -> str:
+    """The kernel that :func:`attention` runs for such arguments (fake tensors will do), and why no faster one."""
+    if not query.is_cuda:
+        return "PyTorch"
+    from kvpass.kernels.attention import why_not_hopper
+
+    reason = why_not_hopper(query, kv_heads, value_dim, mask, scale, key_format, value_format)
+    return "Hopper" if reason is None else f"Triton (not the Hopper one: {reason})"
 
 
 def _dequantized_shape(codes: Tensor, format: str) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Kernels must produce the same bytes as :func:`quantize` and the same values as :func:`dequantize`. Nothing here is
 tuned; read it to learn what a format means.
 
-Special values: a NaN makes its element (fp8) or its whole block (fp4) read back as NaN; an infinity saturates.
+Special values: a NaN makes its element (fp8) or its whole block (fp4) read back as NaN. An infinity saturates, except
+that e8m0 scales reach far enough for it to read back as one.
 """
 
 from __future__ import annotations
@@ -73,15 +74,48 @@ def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.T
     codes, block_scale = quantize(x, fmt, buffers.scale)
     buffers.codes.index_copy_(2, positions, codes)
     if block_scale is not None and buffers.block_scale is not None:
-        within = torch.tensor(SCALE_ORDER, device=positions.device)[positions % SCALE_TILE]
-        # Indexing two dimensions apart moves the indexed one to the front: [length, batch, kv_heads, blocks].
-        buffers.block_scale[:, :, positions // SCALE_TILE, :, within] = block_scale.permute(2, 0, 1, 3)
+        _write_scales(buffers.block_scale, block_scale, positions)
 
 
 def scale_rows(block_scale: torch.Tensor, length: int) -> torch.Tensor:
     """Tiled block scales as ``[batch, kv_heads, length, head_dim // block]``: one row a token."""
     order = torch.tensor(SCALE_ORDER, device=block_scale.device)
     return block_scale[..., order].transpose(-1, -2).flatten(2, 3)[:, :, :length]
+
+
+def to_interchange(buffers: KVBuffers, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copies of the first ``length`` slots in the packing that SGLang and FlashInfer exchange.
+
+    Returns:
+        Codes ``[batch, kv_heads, length, code_width]`` (``e2m1``: even index of head_dim in the low nibble) and block
+        scales ``[batch, kv_heads, length, head_dim // block]`` uint8, one row a token (None without block scales).
+    """
+    rows = None if buffers.block_scale is None else scale_rows(buffers.block_scale, length).clone()
+    return buffers.codes[:, :, :length].clone(), rows
+
+
+def from_interchange(buffers: KVBuffers, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Write what :func:`to_interchange` returns into the first slots of ``buffers``.
+
+    Raises:
+        ValueError: ``codes`` or ``scales`` do not have the shape of these buffers' rows.
+    """
+    slots = torch.arange(codes.shape[2], device=codes.device)
+    expected = (*buffers.codes.shape[:2], codes.shape[2], buffers.codes.shape[3])
+    if codes.shape != expected or codes.shape[2] > buffers.codes.shape[2]:
+        raise ValueError(f"codes are {tuple(codes.shape)}; these buffers hold rows of {tuple(buffers.codes.shape)}")
+    if buffers.block_scale is not None:
+        rows = (*expected[:3], buffers.block_scale.shape[3])
+        if scales is None or scales.shape != rows:
+            raise ValueError(f"block scales are {None if scales is None else tuple(scales.shape)}; expected {rows}")
+        _write_scales(buffers.block_scale, scales, slots)
+    buffers.codes.index_copy_(2, slots, codes)
+
+
+def _write_scales(block_scale: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+    within = torch.tensor(SCALE_ORDER, device=positions.device)[positions % SCALE_TILE]
+    # Indexing two dimensions apart moves the indexed one to the front: [length, batch, kv_heads, blocks].
+    block_scale[:, :, positions // SCALE_TILE, :, within] = rows.permute(2, 0, 1, 3)
 
 
 def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.float32) -> torch.Tensor:

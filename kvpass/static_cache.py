@@ -64,14 +64,13 @@ def quantize_pair(key: Tensor, value: Tensor, config: KVQuantConfig) -> None:
     """
     for tensor, fmt in ((key, config.key), (value, config.value)):
         if isinstance(tensor, ReleasedBuffer) and tensor.format != fmt.name:
-            raise ValueError(f"this StaticCache is stored as {tensor.format}, and {fmt.name} is asked for; make a new one")
+            raise ValueError(
+                f"this StaticCache is stored as {tensor.format}, and {fmt.name} is asked for; make a new one"
+            )
     if isinstance(key, ReleasedBuffer):
         return
     slots = torch.arange(key.shape[2], device=key.device)
-    new = [
-        fmt.allocate(*tensor.shape, device=tensor.device)
-        for tensor, fmt in ((key, config.key), (value, config.value))
-    ]
+    new = [fmt.allocate_like(tensor) for tensor, fmt in ((key, config.key), (value, config.value))]
     ops.store(key, value, slots, *new[0], *new[1], config.key.name, config.value.name)
     for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
         for buffer in buffers.tensors():

@@ -45,6 +45,11 @@ class QuantizedRead:
     positions: fx.Node
     format: str
 
+    @property
+    def source(self) -> fx.Node:
+        """The node whose shape is ``[batch, kv_heads, slots, head_dim]``."""
+        return self.node
+
 
 @dataclass(frozen=True)
 class StaticRead:
@@ -62,6 +67,11 @@ class StaticRead:
     tokens: fx.Node
     positions: fx.Node
     markers: tuple[fx.Node, ...]
+
+    @property
+    def source(self) -> fx.Node:
+        """The node whose shape is ``[batch, kv_heads, slots, head_dim]``."""
+        return self.buffer
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,9 @@ def find_sites(graph: fx.Graph) -> list[Match]:
             attended |= {_peel(call[name])[0] for name in ("key", "value")}
             matches.append(_match_attention(node, call))
         elif node.target is DEQUANTIZE:
-            matches.append(Rejected(node, layer_of(node), f"the decoded cache is read by {_names(node.users)}, not by SDPA"))
+            matches.append(
+                Rejected(node, layer_of(node), f"the decoded cache is read by {_names(node.users)}, not by SDPA")
+            )
     return [m for m in matches if m.attention not in attended]
 
 
@@ -147,7 +159,8 @@ def layer_of(node: fx.Node) -> str:
 
 def example(node: fx.Node) -> torch.Tensor:
     """The fake tensor Dynamo recorded for ``node``."""
-    return node.meta["example_value"]
+    value: torch.Tensor = node.meta["example_value"]
+    return value
 
 
 def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
@@ -175,7 +188,9 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
         own = (read.copy, *read.markers)
         holders = (read.buffer, *own, *_peel(source)[1])
         if others := {user for holder in holders for user in holder.users} - {node, *own, *consumed}:
-            return Rejected(node, layer, f"the {name} buffer is also used by {_names(others)}, which needs it unquantized")
+            return Rejected(
+                node, layer, f"the {name} buffer is also used by {_names(others)}, which needs it unquantized"
+            )
         consumed += own
     scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(example(query).shape[-1])
     return Site(node, key, value, query, mask, float(scale), layer, tuple(consumed))
@@ -183,7 +198,7 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
 
 def _obstacle(call: dict[str, Any], key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead) -> str | None:
     """What the fused attention cannot express, or None."""
-    heads, kv_heads, mask = example(call["query"]).shape[1], example(_source(key)).shape[1], call["attn_mask"]
+    heads, kv_heads, mask = example(call["query"]).shape[1], example(key.source).shape[1], call["attn_mask"]
     if type(key) is not type(value):
         return "K and V come from caches of different kinds"
     if key.positions is not value.positions:
@@ -269,10 +284,6 @@ def _is_index_copy(node: fx.Node) -> bool:
 
 def _through_marker(node: object) -> object:
     return node.args[0] if isinstance(node, fx.Node) and node.target is RELEASED else node
-
-
-def _source(read: QuantizedRead | StaticRead) -> fx.Node:
-    return read.node if isinstance(read, QuantizedRead) else read.buffer
 
 
 def _before_cut(node: fx.Node) -> fx.Node:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from kvpass import ops
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
-from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, example, find_sites, why_none
+from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, example, why_none
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class SiteReport:
             ``not fused``.
         key_format, value_format: Formats, where fused.
         bytes_per_token: Stored bytes of K and V of this layer, where fused.
+        kernel: Which kernel computes it, where fused.
         reason: Why it is not fused.
     """
 
@@ -30,6 +32,7 @@ class SiteReport:
     key_format: str | None = None
     value_format: str | None = None
     bytes_per_token: int | None = None
+    kernel: str | None = None
     reason: str | None = None
 
 
@@ -67,16 +70,16 @@ def table(sites: Sequence[SiteReport]) -> list[str]:
     """Lines of text, one per site, with neighbours that differ in nothing but their layer's number merged."""
     rows: list[tuple[list[str], tuple[object, ...]]] = []
     for site in sites:
-        key = (site.status, site.key_format, site.value_format, site.bytes_per_token, site.reason)
+        key = (site.status, site.key_format, site.value_format, site.bytes_per_token, site.kernel, site.reason)
         if rows and rows[-1][1] == key:
             rows[-1][0].append(site.layer)
         else:
             rows.append(([site.layer], key))
     lines = []
-    for layers, (status, key_format, value_format, nbytes, reason) in rows:
+    for layers, (status, key_format, value_format, nbytes, kernel, reason) in rows:
         name = layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
-        what = f"K {key_format}, V {value_format}, {nbytes} bytes per token" if status == "fused" else reason or ""
-        lines.append(f"  {name}: {status}" + (f", {what}" if what else ""))
+        stored = f"K {key_format}, V {value_format}, {nbytes} bytes per token, kernel {kernel}"
+        lines.append(f"  {name}: {status}, {stored if status == 'fused' else reason}")
     return lines
 
 
@@ -89,12 +92,9 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
     for read, fmt in ((match.key, config.key), (match.value, config.value)):
         if isinstance(read, QuantizedRead):
             fmt = get_format(read.format)
-            _, kv_heads, _, head_dim = example(read.node).shape
-        else:
-            _, kv_heads, _, head_dim = example(read.buffer).shape
+        _, kv_heads, _, head_dim = map(int, example(read.source).shape)
         names.append(fmt.name)
-        nbytes += fmt.bytes_per_token(int(kv_heads), int(head_dim))
-    return SiteReport(match.layer, "fused", *names, bytes_per_token=nbytes)
-
-
-__all__ = ["GraphReport", "SiteReport", "describe", "find_sites", "table"]
+        nbytes += fmt.bytes_per_token(kv_heads, head_dim)
+    mask = None if match.mask is None else example(match.mask)
+    kernel = ops.attention_kernel(example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
+    return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)

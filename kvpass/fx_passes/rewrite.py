@@ -1,4 +1,4 @@
-"""Turn matched sites into ``kvpass::attention``. Nothing here decides: every :class:`~.match.Site` given is rewritten."""
+"""Turn matched sites into ``kvpass::attention``. Nothing here decides: every site given is rewritten."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Input(NamedTuple):
     """Where one input of a rewritten graph comes from.
 
     Attributes:
-        index: Position among the inputs of the graph before.
+        position: Place among the inputs of the graph before.
         field: None for that input itself, else the field of the :class:`kvpass.formats.KVBuffers` that replace it.
     """
 
-    index: int
+    position: int
     field: str | None
 
 
@@ -36,9 +36,7 @@ class StaticPair(NamedTuple):
     value: int
 
 
-def rewrite(
-    gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig
-) -> tuple[list[Input], list[StaticPair]]:
+def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) -> tuple[list[Input], list[StaticPair]]:
     """Fuse ``sites`` in place.
 
     Args:
@@ -59,8 +57,8 @@ def rewrite(
             buffers = []
             for read, fmt in ((site.key, config.key), (site.value, config.value)):
                 placeholders = _replacements(graph, read.buffer, fmt)
-                index = origin.pop(read.buffer).index
-                origin |= {node: Input(index, field) for field, node in placeholders.items()}
+                position = origin.pop(read.buffer).position
+                origin |= {node: Input(position, field) for field, node in placeholders.items()}
                 buffers += [placeholders.get(field) for field in KVBuffers._fields]
             formats = (config.key.name, config.value.name)
             with graph.inserting_before(site.attention):
@@ -79,9 +77,9 @@ def rewrite(
         for node in site.consumed:
             if not node.users:
                 graph.erase_node(node)
-        for read in (site.key, site.value):
-            if isinstance(read, StaticRead):
-                graph.erase_node(read.buffer)
+        for side in (site.key, site.value):
+            if isinstance(side, StaticRead):
+                graph.erase_node(side.buffer)
     graph.lint()
     gm.recompile()
     return [origin[node] for node in graph.find_nodes(op="placeholder")], pairs

@@ -13,6 +13,7 @@ scales. What is rounded: the probabilities, to the type V is decoded to.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -297,14 +298,15 @@ class Configuration(NamedTuple):
 
 
 # Decode (at most 16 rows) by (bits of the wider codec, largest head_dim). `programs_per_sm` follows from the registers
-# and the shared memory that these compile to for sm_90.
+# and the shared memory that these compile to for sm_90; those of head_dim 128 in 4 and 8 bits were the fastest of eight
+# tried on an H200.
 _DECODE = {
-    (4, 64): Configuration(16, 64, 4, 3, 6),
-    (4, 128): Configuration(16, 64, 4, 3, 3),
-    (4, 256): Configuration(16, 64, 4, 2, 2),
+    (4, 64): Configuration(16, 64, 4, 3, 5),
+    (4, 128): Configuration(16, 128, 4, 3, 2),
+    (4, 256): Configuration(16, 32, 4, 3, 3),
     (8, 64): Configuration(16, 64, 4, 3, 6),
-    (8, 128): Configuration(16, 64, 4, 3, 3),
-    (8, 256): Configuration(16, 32, 4, 3, 3),
+    (8, 128): Configuration(16, 128, 4, 3, 2),
+    (8, 256): Configuration(16, 32, 4, 3, 2),
     (16, 64): Configuration(16, 64, 4, 2, 8),
     (16, 128): Configuration(16, 64, 4, 2, 5),
     (16, 256): Configuration(16, 32, 4, 2, 5),
@@ -320,6 +322,33 @@ def configuration(key: KVFormat, value: KVFormat, head_dim: int, rows: int, is_f
         return Configuration(block_m, 32, 8, 2, 1) if head_dim > 128 else Configuration(block_m, 64, 4, 2, 2)
     bits = max(CODECS[key.codec].bits, CODECS[value.codec].bits)
     return _DECODE[bits, max(64, triton.next_power_of_2(head_dim))]
+
+
+@functools.cache
+def _hopper() -> ModuleType | None:
+    """The Hopper decode kernel's module; None where this triton's Gluon is not one it can be written in."""
+    try:
+        from kvpass.kernels import hopper_decode
+    except (ImportError, AttributeError):
+        return None
+    return hopper_decode
+
+
+def why_not_hopper(
+    query: torch.Tensor,
+    kv_heads: int,
+    value_dim: int,
+    mask: torch.Tensor | None,
+    scale: float,
+    key_format: str,
+    value_format: str,
+) -> str | None:
+    """Why the Hopper kernel would not take a call of :func:`attention`; None if it would. Fake tensors will do."""
+    if (hopper := _hopper()) is None:
+        return f"triton {triton.__version__} has no usable Gluon"
+    key, value = get_format(key_format), get_format(value_format)
+    reason: str | None = hopper.supports_device(query.device)
+    return reason or hopper.supports_shapes(query, kv_heads, value_dim, mask, scale, key, value)
 
 
 @functools.lru_cache
@@ -372,6 +401,8 @@ def attention(
 ) -> torch.Tensor:
     """Attention of ``query`` to the slots up to ``positions[-1]``, which is read on the device.
 
+    Decode on a Hopper GPU goes to :mod:`kvpass.kernels.hopper_decode`, everything else to the kernel here.
+
     Args:
         query: ``[batch, heads, length, key_dim]`` bf16, fp16 or fp32, any strides; ``heads`` is a multiple of
             ``kv_heads``.
@@ -399,11 +430,17 @@ def attention(
     out = torch.empty((batch, heads, length, value_dim), dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
+    if mask is not None:
+        _check_mask(mask, batch, heads, length)
+    if (hopper := _hopper()) is not None:
+        call = (query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, value_scale)
+        call += (positions, mask, scale, is_causal, key_format, value_format)
+        if hopper.supports(*call) is None:
+            return hopper.attention(*call)
     if query.stride(3) != 1:
         query = query.contiguous()
     limit, mask_strides, mask_has_rows, mask_is_bool = max_len, (0, 0, 0, 0), False, False
     if mask is not None:
-        _check_mask(mask, batch, heads, length)
         limit = min(limit, mask.shape[3])
         mask_strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True))
         mask_has_rows = mask_strides[1] != 0 or mask_strides[2] != 0

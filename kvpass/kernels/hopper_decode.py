@@ -7,8 +7,9 @@ columns of the matrix product. :func:`supports` says which calls this module tak
 
 Fragment order
 --------------
-An ``m16n8k16`` product has its A operand spread over a warp so that lane ``4 r + c`` holds rows ``r`` and ``r + 8`` and,
-of every 16 columns, numbers ``2 c, 2 c + 1, 2 c + 8, 2 c + 9``. Both products take the cache as A:
+An ``m16n8k16`` product has its A operand spread over a warp so that lane ``(r, c)``, number ``4 r + c``, holds rows
+``r`` and ``r + 8`` and, of every 16 columns, ``2 c``, ``2 c + 1``, ``2 c + 8`` and ``2 c + 9``. Both products take the
+cache as A:
 
 * Scores, ``S^T = K q^T``: rows are slots, columns of A are dimensions. The sum over dimensions may run in any order, so
   lane ``(r, c)`` simply reads its share of the packed row (16 bytes in one piece: 32 e2m1 or 16 fp8 codes; 8 bytes when
@@ -18,10 +19,10 @@ of every 16 columns, numbers ``2 c, 2 c + 1, 2 c + 8, 2 c + 9``. Both products t
   decoding, which gives pairs (slot, slot + 1) of one dimension. Which dimension a row stands for is undone when the
   output is stored.
 
-The scores leave the first product as accumulators, lane ``(r, c)`` holding slot ``r``, columns ``2 c, 2 c + 1``, and the
-second product wants probabilities as B operand, slots ``2 c, 2 c + 1`` of column ``r``: ``movmatrix`` transposes them.
-Nothing else crosses lanes. In the code the same is said with linear layouts; ``reshape`` and ``permute`` only rename
-registers, and ``convert_layout(assert_trivial=True)`` is the compiler's proof of that.
+The scores leave the first product as accumulators, lane ``(r, c)`` holding slot ``r``, columns ``2 c, 2 c + 1``, and
+the second product wants probabilities as B operand, slots ``2 c, 2 c + 1`` of column ``r``: ``movmatrix`` transposes
+them. Nothing else crosses lanes. In the code the same is said with linear layouts; ``reshape`` and ``permute`` only
+rename registers, and ``convert_layout(assert_trivial=True)`` is the compiler's proof of that.
 
 Slots and positions
 -------------------
@@ -34,16 +35,19 @@ those it needs for K are every other byte of 8.
 Arithmetic
 ----------
 Codes are decoded to fp16 and multiplied by their e4m3 block scale there, which is exact; e2m1 comes out as value times
-2^-6 because it passes through an e4m3 byte, the shortest way. e8m0 block scales reach exponents that only bf16 holds,
-so there the products run in bf16. Sums and softmax are fp32. Query rows are scaled by a power of two into [1, 2) before
-fp16, and every factor that is common to a head (tensor scales, 2^-6, softmax scale, log2 e) multiplies scores and
-output only.
+2^-14, the bits being moved and nothing converted. e8m0 block scales reach exponents that only bf16 holds, so there the
+products run in bf16. Sums and softmax are fp32. Query rows are scaled by a power of two into [1, 2) before fp16, and
+every factor that is common to a head (tensor scales, 2^14, softmax scale, log2 e) multiplies scores and output only.
 
 Splits
 ------
 The slots of one head are divided among ``splits`` programs, a number that depends on shapes and the device only; the
-length is read on the device. A second kernel adds the parts up, always in the same order, and is launched early
-(programmatic dependent launch) so that its launch costs nothing.
+length is read on the device. A program reads its share in order but starts somewhere inside it: programs that walked
+the cache in step, a power of two apart, made the memory 6% slower. A second kernel adds the parts up, always in the
+same order; it is launched early (programmatic dependent launch), so that launching it costs nothing.
+
+While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
+buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
 """
 
 from __future__ import annotations
@@ -60,16 +64,20 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from kvpass.formats import KVFormat, get_format
 
 TESTED_TRITON = ("3.6",)
+TRITON = ".".join(triton.__version__.split(".")[:2])
+
 TILE = 32
-MAX_SPLITS = 1024
 MIN_TILES_PER_SPLIT = 4
-WARPS_PER_SM = 16  # what 128 registers a lane allow
-SHARED_PER_SM = 227 * 1024
+MAX_SPLITS = 1024
+# What a multiprocessor of a Hopper GPU has; a program takes 1 KB of shared memory beyond what it asks for.
+SHARED_BYTES, SHARED_BYTES_PER_PROGRAM = 228 * 1024, 1024
+REGISTERS = 65536
 
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # renamed in 3.9
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _NOTHING_SEEN = gl.constexpr(-1e30)  # the running maximum before any score
+_UNPACKED = gl.constexpr(2.0**14)  # multiplies decoded e2m1 codes back
 _LAG = gl.constexpr(8.0)  # how far scores may exceed the running maximum, in powers of two, before it is moved
 
 _ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
@@ -78,8 +86,8 @@ _OPERAND_B = gl.constexpr(gl.DotOperandLayout(1, _ACCUMULATOR.value, 2))
 
 
 # Layouts -------------------------------------------------------------------------------------------------------------
-# A tile of codes is [32 positions, words] of 32-bit words; a tile of block scales is [blocks, 4, 2] words: a block, then
-# bits 1 and 2 of the position, then the word with bit 4 of the position; the byte in the word has its bits 3 and 0.
+# A tile of codes is [32 positions, words] of 32-bit words. A tile of block scales is [blocks, 4, 2] words: the block,
+# bits 2 and 1 of the position, bit 4; the byte in the word has bits 3 and 0.
 
 
 @gluon.constexpr_function
@@ -225,32 +233,34 @@ def _output_layout(head_dim, columns):
 # Decoders as PTX -----------------------------------------------------------------------------------------------------
 # Each returns the text of an inline block whose outputs are pairs of 16-bit values in 32-bit registers.
 
-_DECLARE = gl.constexpr("{.reg .b32 t,u,x,y,z,m,n; .reg .b16 p,q;\n")
+_DECLARE = gl.constexpr("{.reg .b32 m,n,t,u,v,w,x,y,z; .reg .b16 p,q;\n")
 
 
 @gluon.constexpr_function
 def _decode_e2m1(word: str, outs: list[str], scale: str, wide: bool) -> str:
     """Eight e2m1 codes of ``word`` to four pairs, times ``scale``.
 
-    The pairs are the low nibbles of bytes 0 and 1, those of bytes 2 and 3, then the high nibbles likewise. In fp16 the
-    sign, exponent and mantissa bits are moved to their places in an e4m3 byte (value times 2^-6) and converted; in bf16
-    (``wide``) the bytes of each value are looked up by permutes whose selector is the code itself.
+    The pairs are the low nibbles of bytes 0 and 1, those of bytes 2 and 3, then the high nibbles likewise. For fp16 the
+    sign, exponent and mantissa bits move to their places in the high byte, which gives the value times 2^-14. For bf16
+    (``wide``) both bytes are looked up by permutes whose selector is the code itself; a selector's top bit makes a
+    permute return 0x00 or 0xFF, the sign of the byte, which finds the signs.
     """
     text = ""
     if wide:
         for half, low, high in ((0, outs[0], outs[2]), (16, outs[1], outs[3])):
-            text += f"shr.u32 t,{word},{half}; " if half else f"mov.b32 t,{word}; "
-            text += "and.b32 u,t,0x7777; prmt.b32 x,0x3F3F3F00,0x40404040,u; prmt.b32 y,0xC0800000,0xC0804000,u; "
+            text += f"shr.u32 t,{word},{half}; and.b32 u,t,0x7777; "
+            text += "prmt.b32 x,0x3F3F3F00,0x40404040,u; prmt.b32 y,0xC0800000,0xC0804000,u; "
             text += "prmt.b32 z,0x80808080,0x80808080,t; and.b32 z,z,0x01010101; mad.lo.u32 x,z,128,x; "
-            text += f"prmt.b32 m,y,x,0x6240; prmt.b32 n,y,x,0x7351; mul.bf16x2 {low},m,{scale}; mul.bf16x2 {high},n,{scale};\n"
+            text += f"prmt.b32 m,y,x,0x6240; mul.bf16x2 {low},m,{scale}; "
+            text += f"prmt.b32 n,y,x,0x7351; mul.bf16x2 {high},n,{scale};\n"
         return text
     for nibble in (0, 1):
         if nibble:
-            text += f"shr.u32 t,{word},2; and.b32 t,t,0x1C1C1C1C; lop3.b32 x,{word},0x80808080,t,0xEA; "
+            text += f"shr.u32 t,{word},3; and.b32 t,t,0x0E0E0E0E; lop3.b32 x,{word},0x80808080,t,0xEA; "
         else:
-            text += f"shl.b32 t,{word},2; and.b32 t,t,0x1C1C1C1C; shl.b32 u,{word},4; lop3.b32 x,u,0x80808080,t,0xEA; "
-        text += "mov.b32 {p,q},x; cvt.rn.f16x2.e4m3x2 y,p; cvt.rn.f16x2.e4m3x2 z,q; "
-        text += f"mul.f16x2 {outs[2 * nibble]},y,{scale}; mul.f16x2 {outs[2 * nibble + 1]},z,{scale};\n"
+            text += f"shl.b32 t,{word},1; and.b32 t,t,0x0E0E0E0E; shl.b32 u,{word},4; lop3.b32 x,u,0x80808080,t,0xEA; "
+        text += f"prmt.b32 y,x,0,0x1404; mul.f16x2 {outs[2 * nibble]},y,{scale}; "
+        text += f"prmt.b32 z,x,0,0x3424; mul.f16x2 {outs[2 * nibble + 1]},z,{scale};\n"
     return text
 
 
@@ -271,14 +281,14 @@ def _key_asm(codec, wide):
 
 @gluon.constexpr_function
 def _value_asm(codec, wide):
-    """The same word of two neighbouring positions (and a pair of their scales) to pairs of one dimension."""
-    mix = "{.reg .b32 v,w;\nprmt.b32 v,$%d,$%d,0x5140; prmt.b32 w,$%d,$%d,0x7362;\n"
+    """The same word of two neighbouring positions (and, twice, the pair of their scales) to pairs of one dimension."""
+    mix = "prmt.b32 v,$%d,$%d,0x5140; prmt.b32 w,$%d,$%d,0x7362;\n"
     if codec == "e2m1":
-        text = mix % (8, 9, 8, 9) + _DECLARE
+        text = _DECLARE + mix % (8, 9, 8, 9)
         text += _decode_e2m1("v", ["$0", "$2", "$1", "$3"], "$10", wide)
-        return text + _decode_e2m1("w", ["$4", "$6", "$5", "$7"], "$10", wide) + "}}"
-    text = mix % (4, 5, 4, 5) + _DECLARE
-    return text + _decode_fp8("v", ["$0", "$1"], codec) + _decode_fp8("w", ["$2", "$3"], codec) + "}}"
+        return text + _decode_e2m1("w", ["$4", "$6", "$5", "$7"], "$10", wide) + "}"
+    text = _DECLARE + mix % (4, 5, 4, 5)
+    return text + _decode_fp8("v", ["$0", "$1"], codec) + _decode_fp8("w", ["$2", "$3"], codec) + "}"
 
 
 @gluon.constexpr_function
@@ -311,8 +321,8 @@ def _key_scale_asm(kind):
 
 @gluon.constexpr_function
 def _value_scale_asm(kind):
-    """Two words to four pairs (position, position + 1), for 0, 8, 16 and 24."""
-    return _DECLARE + _decode_scales("$4", "$0", "$1", kind) + _decode_scales("$5", "$2", "$3", kind) + "}"
+    """Two words to four pairs (position, position + 1): those of 0 and 16, then those of 8 and 24."""
+    return _DECLARE + _decode_scales("$4", "$0", "$2", kind) + _decode_scales("$5", "$1", "$3", kind) + "}"
 
 
 @gluon.jit
@@ -349,15 +359,20 @@ def _key_scales(buffer, WORDS: gl.constexpr, BLOCKS: gl.constexpr, KIND: gl.cons
 
 @gluon.jit
 def _value_scales(buffer, hidden_from, WORDS: gl.constexpr, BLOCKS: gl.constexpr, KIND: gl.constexpr):
-    """Tiled scales [BLOCKS, 4, 2] in shared memory -> [32, WORDS] 16-bit scale of every word; 0 from slot hidden_from."""
+    """Tiled scales [BLOCKS, 4, 2] in shared memory -> [32, WORDS] int32, for every word the scales of its pair of
+    positions; 0 from slot ``hidden_from`` on."""
     packed = buffer.load(_value_scale_layout(WORDS, BLOCKS))
-    s = _decode(_value_scale_asm(KIND), "=&r,=&r,=&r,=&r,r,r", (packed,), 4, KIND == "e8m0")
-    scales = gl.join(gl.join(s[0], s[1]), gl.join(s[2], s[3]))  # block, position bits 2 and 1, 0, 4, 3
-    scales = gl.reshape(gl.permute(scales, [3, 4, 1, 2, 0]), [32, BLOCKS])
+    low, high = gl.inline_asm_elementwise(
+        _value_scale_asm(KIND), "=&r,=&r,=&r,=&r,r,r", [packed], [gl.int32] * 2, is_pure=True, pack=2
+    )
+    scales = gl.join(low, high)  # block; position bits 2 and 1, 4, 3
+    scales = gl.reshape(gl.permute(scales, [2, 3, 1, 0]), [16, BLOCKS])
     if hidden_from < 32:  # a NaN past the length would survive a probability of zero
-        slot = _slot_of(gl.arange(0, 32, gl.SliceLayout(1, scales.type.layout)))
-        scales = gl.where((slot < hidden_from)[:, None], scales, 0.0)
-    return _per_word(scales, _value_layout(WORDS, True), WORDS, BLOCKS)
+        slot = _slot_of(2 * gl.arange(0, 16, gl.SliceLayout(1, scales.type.layout)))
+        seen = gl.where(slot < hidden_from, 0xFFFF, 0) | gl.where(slot + 2 < hidden_from, -0x10000, 0)
+        scales = scales & seen[:, None]
+    scales = gl.permute(gl.join(scales, scales), [0, 2, 1])
+    return _per_word(gl.reshape(scales, [32, BLOCKS]), _value_layout(WORDS, True), WORDS, BLOCKS)
 
 
 @gluon.jit
@@ -412,7 +427,7 @@ def _value_operand(words, scales, HEAD_DIM: gl.constexpr, CODEC: gl.constexpr, W
     WORDS: gl.constexpr = words.shape[1]
     words = gl.convert_layout(words, _value_layout(WORDS, True), assert_trivial=True)
     if CODEC == "e2m1":
-        o = _decode(_value_asm(CODEC, WIDE), _asm_constraints(CODEC, 1), (words, scales), 8, WIDE)
+        o = _decode(_value_asm(CODEC, WIDE), _asm_constraints(CODEC, 2), (words, scales), 8, WIDE)
         x = gl.join(
             gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])), gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
         )
@@ -472,6 +487,40 @@ def _move_maximum(scores, factor, output, maximum, total):
     return output, maximum, total
 
 
+@gluon.jit
+def _scores(
+    buffer, scale_buffer, q,
+    HEAD_DIM: gl.constexpr, CODEC: gl.constexpr, SCALE: gl.constexpr, WORDS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """``K q^T`` of one tile: [32, COLUMNS] fp32."""
+    words = buffer.load(_key_layout(WORDS))
+    scales = words
+    if BLOCKS:
+        scales = _key_scales(scale_buffer, WORDS, BLOCKS, SCALE)
+    k = _key_operand(words, scales, HEAD_DIM, CODEC, SCALE == "e8m0")
+    return mma_v2(k, q, gl.zeros([32, q.shape[1]], gl.float32, _ACCUMULATOR))
+
+
+@gluon.jit
+def _weigh(
+    buffer, scale_buffer, p, output, hidden_from,
+    HEAD_DIM: gl.constexpr, CODEC: gl.constexpr, SCALE: gl.constexpr, WORDS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """``output + V^T p`` of one tile."""
+    words = buffer.load(_value_layout(WORDS, False))
+    scales = words
+    if BLOCKS:
+        scales = _value_scales(scale_buffer, hidden_from, WORDS, BLOCKS, SCALE)
+    v = _value_operand(words, scales, HEAD_DIM, CODEC, SCALE == "e8m0")
+    return mma_v2(v, _probability_operand(p, SCALE == "e8m0"), output)
+
+
+@gluon.jit
+def _load_mask(row, stride, slot, length):
+    """One row of the mask at ``slot``, as int32; 0 from ``length`` on."""
+    return gl.load(row + slot * stride, mask=slot < length, other=0).to(gl.int32)
+
+
 # Decode kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -502,18 +551,17 @@ def _copy_scales(buffer, scales, tile, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(
-    key, key_scales, value, value_scales, stage, key_codes, key_block_scale, value_codes, value_block_scale,
-    tile, stop, length,
+    key, key_scales, value, value_scales, buffer, key_codes, key_block_scale, value_codes, value_block_scale,
+    tile, length,
     K_WORDS: gl.constexpr, K_BLOCKS: gl.constexpr, V_WORDS: gl.constexpr, V_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one tile of K, V and their scales into a stage of the ring, as one group; nothing from ``stop`` on."""
-    if tile < stop:
-        _copy_rows(key.index(stage), key_codes, tile, length, K_WORDS)
-        _copy_rows(value.index(stage), value_codes, tile, length, V_WORDS)
-        if K_BLOCKS:
-            _copy_scales(key_scales.index(stage), key_block_scale, tile, K_BLOCKS)
-        if V_BLOCKS:
-            _copy_scales(value_scales.index(stage), value_block_scale, tile, V_BLOCKS)
+    """Start copying one tile of K, V and their scales into buffer 0 or 1, as one group."""
+    _copy_rows(key.index(buffer), key_codes, tile, length, K_WORDS)
+    _copy_rows(value.index(buffer), value_codes, tile, length, V_WORDS)
+    if K_BLOCKS:
+        _copy_scales(key_scales.index(buffer), key_block_scale, tile, K_BLOCKS)
+    if V_BLOCKS:
+        _copy_scales(value_scales.index(buffer), value_block_scale, tile, V_BLOCKS)
     async_copy.commit_group()
 
 
@@ -573,7 +621,7 @@ def _decode_kernel(
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
     K_CODEC: gl.constexpr, K_SCALE: gl.constexpr, K_BLOCK: gl.constexpr, K_TENSOR_SCALE: gl.constexpr,
     V_CODEC: gl.constexpr, V_SCALE: gl.constexpr, V_BLOCK: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
@@ -586,7 +634,6 @@ def _decode_kernel(
     K_BLOCKS: gl.constexpr = HEAD_DIM // K_BLOCK if K_BLOCK else 0
     V_BLOCKS: gl.constexpr = HEAD_DIM // V_BLOCK if V_BLOCK else 0
     K_WIDE: gl.constexpr = K_SCALE == "e8m0"
-    V_WIDE: gl.constexpr = V_SCALE == "e8m0"
     ROWS: gl.constexpr = GROUP * QUERY_LENGTH
     head = gl.program_id(0)
     split = gl.program_id(1)
@@ -599,25 +646,25 @@ def _decode_kernel(
     stop = gl.minimum(start + share, tiles)
     if (start < stop) & (length <= max_len):
         # The first copies start before anything else.
+        tile = start + (head * 5 + split * 11) % (stop - start)
         row = head.to(gl.int64) * max_len
         scale_tile = head.to(gl.int64) * ((max_len + 31) // 32)
         k_codes = key_codes.to(gl.pointer_type(gl.int32)) + row * K_WORDS
         v_codes = value_codes.to(gl.pointer_type(gl.int32)) + row * V_WORDS
         k_block_scale = key_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * K_BLOCKS)
         v_block_scale = value_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * V_BLOCKS)
-        key = gl.allocate_shared_memory(gl.int32, [STAGES, 32, K_WORDS], _key_shared(K_WORDS))
-        value = gl.allocate_shared_memory(gl.int32, [STAGES, 32, V_WORDS], _value_shared(V_WORDS))
+        key = gl.allocate_shared_memory(gl.int32, [2, 32, K_WORDS], _key_shared(K_WORDS))
+        value = gl.allocate_shared_memory(gl.int32, [2, 32, V_WORDS], _value_shared(V_WORDS))
         key_scales = key
         value_scales = value
         if K_BLOCKS:
-            key_scales = gl.allocate_shared_memory(gl.int32, [STAGES, K_BLOCKS, 4, 2], _scale_shared())
+            key_scales = gl.allocate_shared_memory(gl.int32, [2, K_BLOCKS, 4, 2], _scale_shared())
         if V_BLOCKS:
-            value_scales = gl.allocate_shared_memory(gl.int32, [STAGES, V_BLOCKS, 4, 2], _scale_shared())
-        for i in gl.static_range(STAGES - 1):
-            _copy_tile(
-                key, key_scales, value, value_scales, i, k_codes, k_block_scale, v_codes, v_block_scale,
-                start + i, stop, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
-            )  # fmt: skip
+            value_scales = gl.allocate_shared_memory(gl.int32, [2, V_BLOCKS, 4, 2], _scale_shared())
+        _copy_tile(
+            key, key_scales, value, value_scales, 0, k_codes, k_block_scale, v_codes, v_block_scale,
+            tile, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
+        )  # fmt: skip
 
         batch = head // kv_heads
         kv_head = head % kv_heads
@@ -627,7 +674,7 @@ def _decode_kernel(
             HEAD_DIM, COLUMNS, QUERY_LENGTH, K_WORDS, K_CODEC, K_WIDE,
         )  # fmt: skip
         if K_CODEC == "e2m1" and not K_WIDE:
-            softmax_scale = softmax_scale * 64.0
+            softmax_scale = softmax_scale * _UNPACKED
         if K_TENSOR_SCALE:
             softmax_scale = softmax_scale * gl.load(key_scale + kv_head)
         factor = gl.maximum(factor * (softmax_scale * _LOG2E), 1e-37)  # never 0: it multiplies -inf
@@ -636,69 +683,61 @@ def _decode_kernel(
         query_row = gl.minimum(row0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, _ACCUMULATOR)), ROWS - 1)
         limit = gl.full([COLUMNS], 0, gl.int32, gl.SliceLayout(0, _ACCUMULATOR)) + length
         open_until = length  # every column sees the slots before this one, as far as the mask lets it
-        if CAUSAL and QUERY_LENGTH > 1:
+        if CAUSAL:
             limit = (gl.load(positions + query_row % QUERY_LENGTH) + 1).to(gl.int32)
             open_until = (gl.load(positions) + 1).to(gl.int32)
-        mask_row = mask + batch.to(gl.int64) * mask_stride_batch
+        mask_row = positions if MASK == "none" else mask + batch.to(gl.int64) * mask_stride_batch
         mask_column = gl.full([COLUMNS], 0, gl.int64, gl.SliceLayout(0, _ACCUMULATOR))
         if MASK == "columns":
             mask_column += (kv_head * GROUP + query_row // QUERY_LENGTH).to(gl.int64) * mask_stride_head
             mask_column += (query_row % QUERY_LENGTH).to(gl.int64) * mask_stride_token
         slot = _slot_of(gl.arange(0, 32, gl.SliceLayout(1, _ACCUMULATOR)))
-        lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        lane_slot = gl.arange(0, 32, lane)
-        ahead = gl.full([32], 1, gl.int32, lane)
+        lane_slot = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        seen = lane_slot  # of the mask of this tile, one slot a lane; loaded a tile ahead
         if MASK == "row":
-            at = start * 32 + lane_slot
-            ahead = gl.load(mask_row + at * mask_stride_slot, mask=at < length, other=0).to(gl.int32)
+            seen = _load_mask(mask_row, mask_stride_slot, tile * 32 + lane_slot, length)
 
         output = gl.zeros([HEAD_DIM, COLUMNS], gl.float32, _ACCUMULATOR)
         maximum = gl.full([COLUMNS], _NOTHING_SEEN, gl.float32, gl.SliceLayout(0, _ACCUMULATOR))
         total = _lane_sum(gl.zeros([32, COLUMNS], gl.float32, _ACCUMULATOR))
-        stage = 0
-        for tile in range(start, stop):
-            async_copy.wait_group(STAGES - 2)
-            _copy_tile(
-                key, key_scales, value, value_scales, gl.where(stage == 0, STAGES - 1, stage - 1),
-                k_codes, k_block_scale, v_codes, v_block_scale,
-                tile + STAGES - 1, stop, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
-            )  # fmt: skip
-            words = key.index(stage).load(_key_layout(K_WORDS))
-            scales = words
-            if K_BLOCKS:
-                scales = _key_scales(key_scales.index(stage), K_WORDS, K_BLOCKS, K_SCALE)
-            scores = gl.zeros([32, COLUMNS], gl.float32, _ACCUMULATOR)
-            scores = mma_v2(_key_operand(words, scales, HEAD_DIM, K_CODEC, K_WIDE), q, scores)
+        buffer = 0
+        for step in range(start, stop):
+            following = gl.where(tile + 1 == stop, start, tile + 1)
+            async_copy.wait_group(0)
+            if step + 1 < stop:
+                _copy_tile(
+                    key, key_scales, value, value_scales, 1 - buffer, k_codes, k_block_scale, v_codes, v_block_scale,
+                    following, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
+                )  # fmt: skip
+            scores = _scores(
+                key.index(buffer), key_scales.index(buffer), q, HEAD_DIM, K_CODEC, K_SCALE, K_WORDS, K_BLOCKS
+            )
 
             whole = (tile + 1) * 32 <= open_until
             if MASK == "row":
-                whole = whole & (gl.min(ahead, axis=0) > 0)
-                at = (tile + 1) * 32 + lane_slot
-                ahead = gl.load(mask_row + at * mask_stride_slot, mask=at < length, other=0).to(gl.int32)
+                whole = whole & (gl.min(seen, axis=0) > 0)
+                seen = _load_mask(mask_row, mask_stride_slot, following * 32 + lane_slot, length)
             elif MASK == "columns":
-                whole = tile < 0
+                whole = tile < 0  # never
             if not whole:
                 at = tile * 32 + slot
                 visible = at[:, None] < limit[None, :]
                 if MASK == "row":
-                    seen = gl.load(mask_row + at * mask_stride_slot, mask=at < length, other=0) != 0
-                    visible = visible & seen[:, None]
+                    visible = visible & (_load_mask(mask_row, mask_stride_slot, at, length) > 0)[:, None]
                 elif MASK == "columns":
                     cell = mask_row + at.to(gl.int64)[:, None] * mask_stride_slot + mask_column[None, :]
                     visible = visible & (gl.load(cell, mask=visible, other=0) != 0)
                 scores = gl.where(visible, scores, float("-inf"))
+
             output, maximum, total = _move_maximum(scores, factor, output, maximum, total)
             p = gl.exp2(scores * factor[None, :] - maximum[None, :])
             total += _lane_sum(p)
-
-            words = value.index(stage).load(_value_layout(V_WORDS, False))
-            scales = words
-            if V_BLOCKS:
-                scales = _value_scales(value_scales.index(stage), length - tile * 32, V_WORDS, V_BLOCKS, V_SCALE)
-            v = _value_operand(words, scales, HEAD_DIM, V_CODEC, V_WIDE)
-            output = mma_v2(v, _probability_operand(p, V_WIDE), output)
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        async_copy.wait_group(0)
+            output = _weigh(
+                value.index(buffer), value_scales.index(buffer), p, output, length - tile * 32,
+                HEAD_DIM, V_CODEC, V_SCALE, V_WORDS, V_BLOCKS,
+            )  # fmt: skip
+            tile = following
+            buffer = 1 - buffer
         _store_part(partial, statistics, head * splits + split, output, maximum, total, ROWS, row0, HEAD_DIM, V_CODEC)
 
 
@@ -716,10 +755,10 @@ def _combine_kernel(
     ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / sum_s(2^(m_s - m) total_s)`` with ``m`` the largest of
     the ``m_s``; NaN if the length does not fit the cache, 0 if no slot was visible.
     """
-    tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
     length = (tl.load(positions + (QUERY_LENGTH - 1)) + 1).to(tl.int32)
+    tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; everything older was there before that one started
     tiles = (length + 31) // 32
     share = tl.maximum((tiles + splits - 1) // splits, 1)
     used = (tiles + share - 1) // share
@@ -751,8 +790,16 @@ def _device(index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _stage_bytes(fmt: KVFormat, head_dim: int) -> int:
+def _tile_bytes(fmt: KVFormat, head_dim: int) -> int:
+    """Bytes of codes and block scales in one tile."""
     return TILE * (fmt.code_width(head_dim) + fmt.scale_width(head_dim))
+
+
+def _programs_at_once(query: torch.Tensor, key: KVFormat, value: KVFormat, registers: int) -> int:
+    """Programs that the device holds at the same time: registers and the two buffers of a program limit them."""
+    head_dim, multiprocessors = query.shape[-1], _device(query.device.index)[1]
+    shared = 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
+    return multiprocessors * min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
 
 
 def split_count(heads: int, max_len: int, resident: int) -> int:
@@ -764,10 +811,14 @@ def split_count(heads: int, max_len: int, resident: int) -> int:
         resident: Programs that run at the same time on the device.
 
     Returns:
-        The smallest count whose last wave of programs is at least 90% full, or else the fullest of those within four
-        waves; never so many that a full cache gives a program fewer than ``MIN_TILES_PER_SPLIT`` tiles.
+        As many as run at once, if they fill at least 80% of the device; else the smallest count whose last wave of
+        programs is at least 90% full, or the fullest within four waves. Never so many that a full cache gives a program
+        fewer than ``MIN_TILES_PER_SPLIT`` tiles.
     """
     most = max(1, min(MAX_SPLITS, -(-max_len // (TILE * MIN_TILES_PER_SPLIT))))
+    at_once = resident // heads
+    if at_once >= most or at_once * heads >= 0.8 * resident:
+        return min(at_once, most)
     best, best_fill = 1, 0.0
     for splits in range(1, min(most, max(1, 4 * resident // heads)) + 1):
         waves = -(-heads * splits // resident)
@@ -795,25 +846,35 @@ def supports(
     value_format: str,
 ) -> str | None:
     """Why :func:`attention` does not take this call; None if it does."""
-    if not triton.__version__.startswith(TESTED_TRITON):
-        return f"triton {triton.__version__}: Gluon is experimental, and tested with {', '.join(TESTED_TRITON)} only"
-    if not query.is_cuda or _device(query.device.index or 0)[0] != (9, 0):
+    key, value = get_format(key_format), get_format(value_format)
+    value_dim = value.head_dim(value_codes.shape[-1])
+    return (
+        supports_device(query.device)
+        or supports_shapes(query, key_codes.shape[1], value_dim, mask, scale, key, value)
+        or _supports_memory(query, key_codes, key_block_scale, value_codes, value_block_scale)
+    )
+
+
+def supports_device(device: torch.device) -> str | None:
+    """:func:`supports`, as far as it depends on the GPU and on triton."""
+    if TRITON not in TESTED_TRITON:
+        return f"triton {TRITON}: Gluon is experimental, and this kernel tested with {', '.join(TESTED_TRITON)} only"
+    if device.type != "cuda" or _device(device.index or 0)[0] != (9, 0):
         return "needs a GPU of compute capability 9.0"
-    return _supports_shapes(
-        query, key_codes, value_codes, mask, scale, get_format(key_format), get_format(value_format)
-    ) or _supports_memory(query, key_codes, key_block_scale, value_codes, value_block_scale)
+    return None
 
 
-def _supports_shapes(
+def supports_shapes(
     query: torch.Tensor,
-    key_codes: torch.Tensor,
-    value_codes: torch.Tensor,
+    kv_heads: int,
+    value_dim: int,
     mask: torch.Tensor | None,
     scale: float,
     key: KVFormat,
     value: KVFormat,
 ) -> str | None:
-    head_dim, group, query_length = query.shape[-1], query.shape[1] // key_codes.shape[1], query.shape[2]
+    """:func:`supports`, as far as it depends on shapes and dtypes: fake tensors will do."""
+    head_dim, group, query_length = query.shape[-1], query.shape[1] // kv_heads, query.shape[2]
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}; takes float16 and bfloat16"
     for fmt in (key, value):
@@ -823,12 +884,12 @@ def _supports_shapes(
             return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16"
         if fmt.block_scale == "e8m0" and query.dtype != torch.bfloat16:
             return f"format {fmt.name!r} computes in bfloat16, query is {query.dtype}"
-    if head_dim not in (64, 128, 256) or value.head_dim(value_codes.shape[-1]) != head_dim:
-        return f"head_dim {head_dim} of K, {value.head_dim(value_codes.shape[-1])} of V; takes 64, 128 and 256, both alike"
+    if head_dim not in (64, 128, 256) or value_dim != head_dim:
+        return f"head_dim {head_dim} of K, {value_dim} of V; takes 64, 128 and 256, both alike"
     if query_length > 8 or group > 16:
         return f"{query_length} query tokens and a GQA group of {group}; takes up to 8 and 16"
-    if mask is not None and mask.dtype != torch.bool:
-        return f"mask is {mask.dtype}; takes bool"
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
+        return f"mask is {mask.dtype} of {mask.dim()} dimensions; takes bool of 4"
     if not scale > 0:
         return f"scale is {scale}; takes a positive one"
     return None
@@ -878,71 +939,70 @@ def attention(
     rows = group * query_length
     columns = 8 if rows <= 8 or head_dim == 256 else 16
     row_tiles = triton.cdiv(rows, columns)
-    stages = 2
+    registers = 128 if head_dim * columns <= 1024 else 168  # of a lane: 16 or 12 programs on a multiprocessor
     mask_kind, mask_strides = "none", (0, 0, 0, 0)
     if mask is not None:
         mask_strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
         mask_kind = "row" if mask_strides[1] == mask_strides[2] == 0 else "columns"
 
-    per_program = stages * (_stage_bytes(key, head_dim) + _stage_bytes(value, head_dim)) + 1024
-    resident = _device(query.device.index)[1] * min(WARPS_PER_SM, SHARED_PER_SM // per_program)
+    resident = _programs_at_once(query, key, value, registers)
     splits = split_count(batch * kv_heads * row_tiles, max_len, resident)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
     out = query.new_empty(batch, heads, query_length, head_dim)
-    _decode_kernel[(batch * kv_heads, splits, row_tiles)](
-        query,
-        key_codes,
-        key_codes if key_block_scale is None else key_block_scale,
-        key_scale,
-        value_codes,
-        value_codes if value_block_scale is None else value_block_scale,
-        positions,
-        mask,
-        partial,
-        statistics,
-        scale,
-        max_len,
-        splits,
-        kv_heads,
-        *query.stride()[:3],
-        *mask_strides,
-        HEAD_DIM=head_dim,
-        GROUP=group,
-        QUERY_LENGTH=query_length,
-        COLUMNS=columns,
-        K_CODEC=key.codec,
-        K_SCALE=key.block_scale,
-        K_BLOCK=key.block,
-        K_TENSOR_SCALE=key.tensor_scale,
-        V_CODEC=value.codec,
-        V_SCALE=value.block_scale,
-        V_BLOCK=value.block,
-        MASK=mask_kind,
-        CAUSAL=is_causal,
-        STAGES=stages,
-        num_warps=1,
-        maxnreg=128,
-    )
     block_splits = triton.next_power_of_2(splits)
     block_dim = max(8, min(head_dim, 16384 // block_splits))
-    _combine_kernel[(batch * heads * query_length, head_dim // block_dim)](
-        partial,
-        statistics,
-        out,
-        value_scale,
-        positions,
-        max_len,
-        splits,
-        kv_heads,
-        64.0 if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0,
-        QUERY_LENGTH=query_length,
-        ROWS=rows,
-        HEAD_DIM=head_dim,
-        BLOCK_SPLITS=block_splits,
-        BLOCK_DIM=block_dim,
-        TENSOR_SCALE=value.tensor_scale,
-        num_warps=max(1, min(8, block_splits * block_dim // 1024)),
-        launch_pdl=True,
-    )
+    with torch.cuda.device_of(query):
+        _decode_kernel[(batch * kv_heads, splits, row_tiles)](
+            query,
+            key_codes,
+            key_codes if key_block_scale is None else key_block_scale,
+            key_scale,
+            value_codes,
+            value_codes if value_block_scale is None else value_block_scale,
+            positions,
+            mask,
+            partial,
+            statistics,
+            scale,
+            max_len,
+            splits,
+            kv_heads,
+            *query.stride()[:3],
+            *mask_strides,
+            HEAD_DIM=head_dim,
+            GROUP=group,
+            QUERY_LENGTH=query_length,
+            COLUMNS=columns,
+            K_CODEC=key.codec,
+            K_SCALE=key.block_scale,
+            K_BLOCK=key.block,
+            K_TENSOR_SCALE=key.tensor_scale,
+            V_CODEC=value.codec,
+            V_SCALE=value.block_scale,
+            V_BLOCK=value.block,
+            MASK=mask_kind,
+            CAUSAL=is_causal and query_length > 1,
+            num_warps=1,
+            maxnreg=registers,
+        )
+        _combine_kernel[(batch * heads * query_length, head_dim // block_dim)](
+            partial,
+            statistics,
+            out,
+            value_scale,
+            positions,
+            max_len,
+            splits,
+            kv_heads,
+            _UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0,
+            QUERY_LENGTH=query_length,
+            ROWS=rows,
+            HEAD_DIM=head_dim,
+            BLOCK_SPLITS=block_splits,
+            BLOCK_DIM=block_dim,
+            TENSOR_SCALE=value.tensor_scale,
+            num_warps=max(1, min(8, block_splits * block_dim // 1024)),
+            launch_pdl=True,
+        )
     return out

@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests: a tiny model, and what to do without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels run in its interpreter; this must be set before triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each test compiles for itself, and counts its own graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+
+
+@pytest.fixture
+def tiny_llama():
+    """Makes a two-layer Llama with random weights: 4 query and 2 KV heads unless told otherwise."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
+        settings = {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 512,
+            "initializer_range": 0.2,  # large enough for attention to matter
+        }
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+        return model.to(device, dtype).eval()
+
+    return make

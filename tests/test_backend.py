@@ -1,0 +1,203 @@
+"""The kvquant backend through torch.compile, with Inductor."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import StaticCache
+
+from kvpass.backend import NotFusedError, NothingToFuseWarning, kvquant, reports_for
+from kvpass.cache import QuantizedCache
+from kvpass.static_cache import ReleasedBuffer
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def run(step, cache, ids, prefill=None, start=9):
+    """Logits of the prompt's last token and of every later token of `ids`, one by one through `step`."""
+    with torch.no_grad():
+        outs = [(prefill or step)(ids[:, :start], past_key_values=cache).logits[:, -1:]]
+        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(start, ids.shape[1])]
+    return torch.cat(outs, 1)
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+class TestQuantizedCache:
+    @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
+    def test_fused_equals_eager_on_the_same_bytes(self, tiny_llama, ids, name):
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, name, max_cache_len=32), ids)
+        step = torch.compile(model, backend="kvquant", mode="reduce-overhead")
+        for _ in range(3):
+            close(run(step, QuantizedCache(model.config, name, max_cache_len=32), ids, prefill=model), expected)
+        assert graphs() == 1
+        (report,) = reports_for(list(model.parameters()))
+        assert (len(report.sites), report.count("fused")) == (2, 2)
+
+    def test_first_call_compiled_allocates_in_the_graph(self, tiny_llama, ids):
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        step = torch.compile(model, backend="kvquant", mode="reduce-overhead", options=None)
+        for _ in range(2):
+            cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+            close(run(step, cache, ids), expected)
+            for buffer in (*cache.layers[1].key.tensors(), cache.layers[1].last_position):
+                assert buffer._dynamo_static_input_type == "unguarded"  # what CUDA graphs ask for
+        assert graphs() == 2
+        prefill, decode = reports_for(list(model.parameters()))
+        assert (prefill.count("exact"), decode.count("fused")) == (2, 2)
+
+    def test_model_compile_in_place(self, tiny_llama, ids):
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        model.compile(backend="kvquant")
+        close(run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids), expected)
+        assert reports_for(list(model.parameters()))[-1].count("fused") == 2
+
+    def test_unfused_under_another_backend_is_right(self, tiny_llama, ids):
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        step = torch.compile(model, backend="aot_eager")
+        close(run(step, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids, prefill=model), expected)
+
+
+class TestStaticCache:
+    def step(self, model, **options):
+        return torch.compile(model, backend="kvquant", options={"format": "nvfp4", **options})
+
+    def test_becomes_quantized_at_the_first_compiled_call(self, tiny_llama, ids):
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        step = self.step(model)
+        for _ in range(3):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            close(run(step, cache, ids, prefill=model), expected)
+            for layer in cache.layers:
+                assert layer.keys.untyped_storage().nbytes() == layer.values.untyped_storage().nbytes() == 0
+                assert layer.keys.buffers.nbytes + layer.values.buffers.nbytes == 2 * 32 * 144
+        assert graphs() == 2  # one sees bf16 buffers, one sees released ones; a new cache compiles nothing
+        for report in reports_for(list(model.parameters())):
+            assert report.count("fused") == 2
+
+    def test_default_format(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        run(torch.compile(model, backend="kvquant"), cache, ids, prefill=model)
+        assert cache.layers[0].keys.format == "fp8_e4m3"
+
+    def test_eager_use_afterwards(self, tiny_llama, ids):
+        """Reset, another prefill, decode and reads work; they see the quantized storage."""
+        model = tiny_llama()
+        step, cache = self.step(model), StaticCache(config=model.config, max_cache_len=32)
+        first = run(step, cache, ids, prefill=model)
+        decoded = cache.layers[0].keys.clone()
+        assert type(decoded) is torch.Tensor and (decoded[:, :, :16] != 0).any(-1).all()
+        bare = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+        run(model, bare, ids)
+        close(decoded[:, :, :16], bare.layers[0].keys[:, :, :16])
+
+        cache.reset()
+        assert (cache.layers[0].keys == 0).all() and isinstance(cache.layers[0].keys, ReleasedBuffer)
+        eager = run(model, cache, ids)
+        cache.reset()
+        close(run(step, cache, ids, prefill=model), eager)
+        assert not torch.equal(eager, first)  # this prefill attended to quantized K and V
+        assert graphs() == 2
+
+    def test_what_is_refused_afterwards(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        run(self.step(model), cache, ids, prefill=model)
+        keys = cache.layers[0].keys
+        for write in (lambda: keys.mul_(2), lambda: keys.__setitem__(0, 1.0), lambda: torch.add(keys, 1, out=keys)):
+            with pytest.raises(RuntimeError, match="quantized to nvfp4: its bf16 storage is released"):
+                write()
+        with pytest.raises(ValueError, match="stored as nvfp4, and fp8_e4m3 is asked for"):
+            run(torch.compile(model, backend="kvquant"), cache, ids[:, :3], start=1)
+
+    def test_another_backend_never_reads_released_memory(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        run(self.step(model), cache, ids[:, :11], prefill=model)
+        with pytest.raises(Exception, match="released|quantized by the kvquant backend"):
+            run(torch.compile(model, backend="inductor"), cache, ids[:, :3], start=1)
+
+    def test_prefill_compiled(self, tiny_llama, ids):
+        """A compiled prefill of an empty cache is exact, on the bf16 buffers; the first decode step quantizes them."""
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        close(run(self.step(model), StaticCache(config=model.config, max_cache_len=32), ids), expected)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"options": {"format": "nvfp5"}}, "unknown KV format 'nvfp5'; known: bf16"),
+            ({"options": {"fromat": "nvfp4"}}, r"unknown option 'fromat'; known: .*Did you mean 'format'\?"),
+            ({"options": {"mode": "fast"}}, "unknown mode 'fast'; known: default, .*reduce-overhead"),
+            ({"mode": "fast"}, "unknown mode 'fast'"),
+        ],
+    )
+    def test_bad_options(self, arguments, message):
+        gm = torch.fx.symbolic_trace(lambda x: x + 1)
+        with pytest.raises(ValueError, match=message):
+            kvquant(gm, [torch.ones(1)], **arguments)
+
+    def test_inductor_options_are_passed_on(self, tiny_llama, ids):
+        model = tiny_llama()
+        step = torch.compile(model, backend="kvquant", options={"max_autotune": False, "mode": "default"})
+        run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
+
+    def test_strict_raises_on_an_unfused_site(self, tiny_llama, ids):
+        model = tiny_llama(attn_implementation="eager")
+        step = torch.compile(model, backend="kvquant", options={"strict": True})
+        with pytest.raises(Exception, match="left attention unfused") as caught:
+            run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
+        assert "NotFusedError" in repr(caught.value) or isinstance(caught.value, NotFusedError)
+
+    def test_not_strict_warns_and_is_right(self, tiny_llama, ids):
+        model = tiny_llama(attn_implementation="eager")
+        expected = run(model, QuantizedCache(model.config, max_cache_len=32), ids[:, :11])
+        step = torch.compile(model, backend="kvquant")
+        with pytest.warns(UserWarning, match="left attention unfused"):
+            ours = run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :11], prefill=model)
+        close(ours, expected)
+        assert reports_for(list(model.parameters()))[-1].count("not fused") == 4  # K and V of two layers
+
+    def test_a_graph_without_attention_warns(self):
+        with pytest.warns(NothingToFuseWarning, match="holds no scaled_dot_product_attention"):
+            torch.compile(torch.relu, backend="kvquant")(torch.ones(3))
+
+    def test_a_fused_graph_warns_of_nothing(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = QuantizedCache(model.config, max_cache_len=32)
+        step = torch.compile(model, backend="kvquant", options={"strict": True})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NothingToFuseWarning)
+            warnings.filterwarnings("error", message="kvquant")
+            run(step, cache, ids[:, :11])
+
+
+def test_the_string_resolves_with_no_import_of_kvpass():
+    code = (
+        "import sys, torch\n"
+        "assert 'kvquant' in torch._dynamo.list_backends(exclude_tags=())\n"
+        "assert not any(name.startswith('kvpass') for name in sys.modules)\n"
+        "f = torch.compile(lambda x: x.relu(), backend='kvquant')\n"
+        "assert f(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

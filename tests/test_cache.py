@@ -1,0 +1,226 @@
+"""QuantizedCache as a transformers cache, in eager mode."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, MambaConfig, MistralConfig, StaticCache, T5Config
+
+from kvpass import reference
+from kvpass.cache import QuantizedCache
+from kvpass.formats import KVFormat, format_names, get_format, register_format
+
+FORMATS = format_names()[:5]
+
+
+def logits(model, cache, *chunks, **kwargs):
+    """Logits of every chunk of token ids, one after the other through the same cache."""
+    with torch.no_grad():
+        return torch.cat([model(ids, past_key_values=cache, **kwargs).logits for ids in chunks], 1)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 512, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+def steps(ids, start):
+    return [ids[:, i : i + 1] for i in range(start, ids.shape[1])]
+
+
+def test_bf16_equals_the_static_cache(tiny_llama, ids):
+    model = tiny_llama(dtype=torch.bfloat16)
+    chunks = [ids[:, :9], ids[:, 9:13], *steps(ids, 13)]
+    ours = logits(model, QuantizedCache(model.config, "bf16", max_cache_len=32), *chunks)
+    theirs = logits(model, StaticCache(config=model.config, max_cache_len=32), *chunks)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_sees_what_the_bytes_decode_to(tiny_llama, ids, name):
+    """The same logits come from a bf16-free model of the cache: plain tensors, quantized and decoded token by token."""
+    model, fmt = tiny_llama(), get_format(name)
+    cache, past = QuantizedCache(model.config, name, max_cache_len=32), {}
+
+    class Simulated(StaticCache):
+        def update(self, key, value, layer_idx, *args, **kwargs):
+            keys, values = super().update(key, value, layer_idx, *args, **kwargs)
+            old = past.setdefault(layer_idx, key.shape[2])
+            start = 0 if key.shape[2] > 1 and old == key.shape[2] else past[layer_idx]
+            for stored, new in ((keys, key), (values, value)):
+                buffers = fmt.allocate(*new.shape, device="cpu")
+                reference.write(buffers, fmt, new, torch.arange(new.shape[2]))
+                stored[:, :, start : start + new.shape[2]] = reference.dequantize(buffers, fmt, new.dtype)
+            past[layer_idx] = start + new.shape[2]
+            return (key, value) if start == 0 else (keys, values)
+
+        def get_mask_sizes(self, query_length, layer_idx=0):
+            return cache.get_mask_sizes(query_length, layer_idx)
+
+    ours = [logits(model, cache, ids[:, :9])]
+    simulated = Simulated(config=model.config, max_cache_len=32)
+    cache.reset()
+    theirs = [logits(model, simulated, ids[:, :9])]
+    logits(model, cache, ids[:, :9])
+    for step in steps(ids, 9):
+        theirs.append(logits(model, simulated, step))
+        ours.append(logits(model, cache, step))
+    torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1))
+
+
+def test_first_prefill_is_exact(tiny_llama, ids):
+    model = tiny_llama()
+    exact = logits(model, StaticCache(config=model.config, max_cache_len=32), ids)
+    ours = logits(model, QuantizedCache(model.config, "fp4_mx_block16", max_cache_len=32), ids)
+    torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token"),
+    [("bf16", 512), ("fp8_e4m3", 256), ("fp8_e5m2", 256), ("nvfp4", 144), ("fp4_mx_block16", 144)],
+)
+def test_bytes_as_allocated(tiny_llama, name, per_token):
+    model = tiny_llama()
+    cache = QuantizedCache(model.config, name, max_cache_len=64)
+    assert cache.nbytes == 0
+    cache.early_initialization(3, 2, 64, torch.bfloat16, torch.device("cpu"))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for layer in cache.layers
+        for t in (layer.key.codes, layer.value.codes, layer.key.block_scale, layer.value.block_scale)
+        if t is not None
+    }
+    assert sum(storages.values()) == cache.nbytes == 2 * 3 * 64 * per_token
+
+
+def test_poisoned_slots_do_not_matter(tiny_llama, ids):
+    model = tiny_llama()
+    clean, poisoned = (QuantizedCache(model.config, "nvfp4", max_cache_len=40) for _ in range(2))
+    poisoned.early_initialization(3, 2, 64, torch.float32, torch.device("cpu"))
+    for layer in poisoned.layers:
+        for tensor in (layer.key.codes, layer.value.codes, layer.key.block_scale, layer.value.block_scale):
+            tensor.fill_(0xFF)
+    chunks = [ids[:, :7], *steps(ids, 7)]
+    assert torch.equal(logits(model, clean, *chunks), logits(model, poisoned, *chunks))
+
+
+def test_each_row_of_a_left_padded_batch_gets_what_it_gets_alone(tiny_llama, ids):
+    model, lengths = tiny_llama(), (24, 17, 9)
+    mask = torch.stack([torch.arange(24) >= 24 - n for n in lengths]).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, attention_mask=mask[:, :20], position_ids=positions[:, :20])
+        together = [
+            model(
+                ids[:, i : i + 1],
+                past_key_values=cache,
+                attention_mask=mask[:, : i + 1],
+                position_ids=positions[:, i : i + 1],
+            )
+            for i in range(20, 24)
+        ]
+    together = torch.cat([out.logits for out in together], 1)
+    for row, n in enumerate(lengths):
+        own = ids[row : row + 1, 24 - n :]
+        alone = logits(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), own[:, :-4], *steps(own, n - 4))
+        torch.testing.assert_close(together[row], alone[0, -4:], rtol=1e-4, atol=1e-4)
+
+
+def test_reset_and_crop(tiny_llama, ids):
+    model = tiny_llama()
+    cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+    chunks = [ids[:, :9], *steps(ids, 9)]
+    first = logits(model, cache, *chunks)
+    assert int(cache.get_seq_length()) == 24
+    cache.crop(-5)
+    assert int(cache.get_seq_length()) == 19
+    assert torch.equal(logits(model, cache, *steps(ids, 19)), first[:, 19:])
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0 and cache.eager_reads == 0
+    assert torch.equal(logits(model, cache, *chunks), first)
+    with pytest.raises(ValueError, match=r"crop\(-3\) removes 3"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="cannot remove 25 tokens from a cache that holds 24"):
+        cache.crop(-25)
+
+
+def test_batch_operations(tiny_llama, ids):
+    model = tiny_llama()
+    cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+    logits(model, cache, ids[:, :9])
+    decoded = [(layer.keys, layer.values) for layer in cache.layers]
+    pointers = [layer.key.codes.data_ptr() for layer in cache.layers]
+
+    def holds(index):
+        return all(
+            torch.equal(layer.keys, keys[index]) and torch.equal(layer.values, values[index])
+            for layer, (keys, values) in zip(cache.layers, decoded, strict=True)
+        )
+
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert holds([2, 0, 0]) and pointers == [layer.key.codes.data_ptr() for layer in cache.layers]
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert holds([2, 0]) and cache.batch_size == 2
+    cache.batch_repeat_interleave(2)
+    assert holds([2, 2, 0, 0]) and cache.batch_size == 4
+
+
+def test_a_format_of_ones_own(tiny_llama, ids):
+    register_format(KVFormat("test_cache_mxfp4", "e2m1", block_scale="e8m0", block=32))
+    model = tiny_llama()
+    cache = QuantizedCache(model.config, "test_cache_mxfp4", max_cache_len=32)
+    out = logits(model, cache, ids[:, :9], *steps(ids, 9))
+    assert out.isfinite().all() and cache.nbytes == 2 * 3 * 32 * 2 * 2 * (32 + 2)
+
+
+class TestErrorsComeBeforeAnythingIsOverwritten:
+    def unchanged(self, cache, call, error, message):
+        before = [layer.key.codes.clone() for layer in cache.layers]
+        length = int(cache.get_seq_length())
+        with pytest.raises(error, match=message):
+            call()
+        assert all(map(torch.equal, before, [layer.key.codes for layer in cache.layers]))
+        assert int(cache.get_seq_length()) == length
+
+    def test_no_room(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = QuantizedCache(model.config, "nvfp4", max_cache_len=10)
+        logits(model, cache, ids[:, :9])
+        message = r"2 tokens do not fit: the cache holds 9 of at most 10; make it with max_cache_len=11"
+        self.unchanged(cache, lambda: logits(model, cache, ids[:, 9:11]), ValueError, message)
+        logits(model, cache, ids[:, 9:10])
+        self.unchanged(cache, lambda: logits(model, cache, ids[:, 10:11]), ValueError, "1 tokens do not fit")
+
+    def test_prompt_longer_than_the_cache(self, tiny_llama, ids):
+        model = tiny_llama()
+        with pytest.raises(ValueError, match="24 tokens do not fit: the cache holds 0 of at most 10"):
+            logits(model, QuantizedCache(model.config, "nvfp4", max_cache_len=10), ids)
+
+    def test_another_batch(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+        logits(model, cache, ids[:, :9])
+        message = "got a batch of 2, but the cache was allocated for a batch of 3"
+        self.unchanged(cache, lambda: logits(model, cache, ids[:2, :1]), ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "error", "message"),
+    [
+        (LlamaConfig(head_dim=72), {}, ValueError, "cannot hold head_dim 72: it must be a multiple of 16"),
+        (LlamaConfig(), {"format": "fp7"}, ValueError, "unknown KV format 'fp7'; known: bf16"),
+        (LlamaConfig(), {"max_cache_len": 0}, ValueError, "max_cache_len is 0; it must be at least 1"),
+        (MistralConfig(sliding_window=16), {}, NotImplementedError, "layer 0 needs a StaticSlidingWindowLayer"),
+        (MambaConfig(), {}, NotImplementedError, "mamba has no attention layers"),
+        (T5Config(), {}, NotImplementedError, "encoder-decoder models are not supported"),
+    ],
+)
+def test_what_is_refused_when_the_cache_is_made(config, arguments, error, message):
+    with pytest.raises(error, match=message):
+        QuantizedCache(config, **arguments)
+
+
+def test_flash_attention_is_refused():
+    config = LlamaConfig()
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(NotImplementedError, match="attn_implementation='sdpa'"):
+        QuantizedCache(config)

@@ -1,0 +1,317 @@
+"""enable, disable, report: plain `generate` on a quantized cache."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, GenerationConfig, MambaConfig, MambaForCausalLM, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+import kvpass
+from kvpass.hf import _CACHE_ARGUMENT
+
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture
+def prompt():
+    return torch.randint(1, 512, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def generate(model, prompt, tokens=12, **kwargs):
+    return model.generate(prompt, max_new_tokens=tokens, **(GREEDY | kwargs))
+
+
+def by_hand(model, prompt, name, tokens=12, max_cache_len=128):
+    """Greedy tokens through the same cache, eagerly and hence unfused."""
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=max_cache_len)
+    ids, step = prompt, prompt
+    for _ in range(tokens):
+        with torch.no_grad():
+            step = model(step, past_key_values=cache).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, step], 1)
+    return ids
+
+
+def own_attributes(model):
+    return set(vars(model))
+
+
+@pytest.mark.parametrize("name", kvpass.format_names()[:5])
+def test_generate_equals_the_unfused_path_token_for_token(tiny_llama, prompt, name):
+    model = tiny_llama()
+    expected = by_hand(model, prompt, name)
+    kvpass.enable(model, name)
+    for _ in range(3):
+        assert torch.equal(generate(model, prompt), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    report = kvpass.report(model)
+    assert report.fused == 2 and report.eager_reads == 0 and len(report.graphs) == 1
+    fmt = kvpass.get_format(name)
+    assert report.cache_bytes == 2 * 2 * 128 * 2 * fmt.bytes_per_token(2, 64)  # layers, rows, slots, K and V
+    assert f"K {name}, V {name}" in str(report)
+
+
+def test_formats_apart(tiny_llama, prompt):
+    model = tiny_llama()
+    config = kvpass.KVQuantConfig(key_format="fp8_e4m3", value_format="nvfp4")
+    expected = by_hand(model, prompt, config)
+    kvpass.enable(model, config)
+    assert torch.equal(generate(model, prompt), expected)
+    assert "K fp8_e4m3, V nvfp4, 200 bytes per token" in str(kvpass.report(model))
+
+
+def test_disable_puts_everything_back(tiny_llama, prompt, tmp_path):
+    model = tiny_llama()
+    generation_config = model.generation_config.to_dict()
+    plain, attributes = generate(model, prompt), own_attributes(model)
+    kvpass.enable(model, "nvfp4")
+    kvpass.enable(model, "fp8_e4m3")  # replaces, does not stack
+    generate(model, prompt)
+    assert model.generation_config.to_dict() == generation_config
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.architectures == ["LlamaForCausalLM"]
+    kvpass.disable(model)
+    kvpass.disable(model)
+    assert own_attributes(model) == attributes
+    assert torch.equal(generate(model, prompt), plain)
+    assert kvpass.report(model).graphs == () and "not enabled" in str(kvpass.report(model))
+
+
+def test_the_callers_generation_config_is_not_changed(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    config = GenerationConfig(max_new_tokens=4, **GREEDY)
+    before = config.to_dict()
+    model.generate(prompt, generation_config=config)
+    assert config.to_dict() == before and config.compile_config is None
+
+
+def test_two_models_in_one_process(tiny_llama, prompt):
+    first, second = tiny_llama(seed=0), tiny_llama(seed=1, num_key_value_heads=1)
+    expected = [by_hand(first, prompt, "nvfp4"), by_hand(second, prompt, "fp8_e4m3")]
+    kvpass.enable(first, "nvfp4")
+    kvpass.enable(second, "fp8_e4m3")
+    for _ in range(2):
+        assert torch.equal(generate(first, prompt), expected[0])
+        assert torch.equal(generate(second, prompt), expected[1])
+    assert "nvfp4" in str(kvpass.report(first)) and "fp8_e4m3" not in str(kvpass.report(first))
+    kvpass.disable(first)
+    assert torch.equal(generate(second, prompt), expected[1])
+
+
+def test_a_copied_model_is_enabled_by_itself(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    generate(model, prompt)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()
+    kvpass.disable(model)
+    expected = by_hand(twin, prompt, "nvfp4")
+    assert torch.equal(generate(twin, prompt), expected)
+    assert twin._kvpass is not None and kvpass.report(twin).fused == 2
+
+
+def test_left_padded_rows_get_what_they_get_alone(tiny_llama):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    rows = [torch.randint(1, 512, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 11, 16)]
+    batch = torch.stack([torch.cat([torch.zeros(16 - len(r), dtype=torch.long), r]) for r in rows])
+    mask = torch.stack([torch.arange(16) >= 16 - len(r) for r in rows]).long()
+    together = generate(model, batch, attention_mask=mask)[:, 16:]
+    for row, out in zip(rows, together, strict=True):
+        assert torch.equal(generate(model, row[None])[0, len(row) :], out)
+
+
+def test_the_cache_is_used_again_only_when_nobody_else_has_it(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    generate(model, prompt)
+    spare = model._kvpass.spare
+    kept = generate(model, prompt, return_dict_in_generate=True)
+    assert kept[_CACHE_ARGUMENT] is spare and model._kvpass.spare is None
+    stored = kept[_CACHE_ARGUMENT].layers[0].keys
+    generate(model, prompt.flip(0))
+    assert torch.equal(kept[_CACHE_ARGUMENT].layers[0].keys, stored)
+    assert model._kvpass.spare is not spare
+
+
+def test_a_longer_call_gets_a_larger_cache(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    generate(model, prompt)
+    assert model._kvpass.spare.max_cache_len == 128
+    assert torch.equal(generate(model, prompt, tokens=121), by_hand(model, prompt, "nvfp4", 121, 256))
+    assert model._kvpass.spare.max_cache_len == 256
+
+
+def test_a_conversation_goes_on_in_the_callers_cache(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=64)
+    first = generate(model, prompt, tokens=6, past_key_values=cache)
+    longer = torch.cat([first, prompt[:, :5]], 1)
+    second = generate(model, longer, tokens=6, past_key_values=cache)
+
+    kvpass.disable(model)
+    plain = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=64)
+    assert torch.equal(generate(model, prompt, tokens=6, past_key_values=plain, disable_compile=True), first)
+    assert torch.equal(generate(model, longer, tokens=6, past_key_values=plain, disable_compile=True), second)
+
+
+def test_chunked_prefill(tiny_llama, prompt):
+    """Chunks after the first attend to quantized K and V, so the tokens are those of the same chunks by hand."""
+    model = tiny_llama()
+    cache = kvpass.QuantizedCache(model.config, "fp8_e4m3", max_cache_len=128)
+    with torch.no_grad():
+        outs = [model(chunk, past_key_values=cache).logits[:, -1:] for chunk in prompt.split(4, 1)]
+    expected = outs[-1].argmax(-1)
+    kvpass.enable(model, "fp8_e4m3")
+    out = generate(model, prompt, tokens=3, prefill_chunk_size=4)
+    assert torch.equal(out[:, 9:10], expected)
+    assert all(graph.count("not fused") == 0 for graph in kvpass.report(model).graphs)
+
+
+def test_beam_search_is_right_and_said_to_be_unfused(tiny_llama, prompt):
+    model = tiny_llama(num_hidden_layers=1)
+    plain = generate(model, prompt, num_beams=3)
+    kvpass.enable(model, "bf16")
+    assert torch.equal(generate(model, prompt, num_beams=3), plain)
+    report = kvpass.report(model)
+    assert report.eager_reads == 11 and "outside a compiled graph" in str(report)
+
+
+def test_sampling_and_several_sequences(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    torch.manual_seed(0)
+    first = generate(model, prompt, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(0)
+    assert torch.equal(generate(model, prompt, do_sample=True, num_return_sequences=2), first)
+    assert first.shape == (4, 21) and counters["stats"]["unique_graphs"] == 1
+
+
+def test_streaming(tiny_llama, prompt):
+    class Collect(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    model, streamer = tiny_llama(), Collect()
+    kvpass.enable(model, "nvfp4")
+    out = generate(model, prompt[:1], streamer=streamer)
+    assert streamer.tokens == out.flatten().tolist()
+
+
+def test_prompt_lookup_decoding_gives_the_tokens_of_greedy(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "bf16")
+    prompt = prompt[:1].repeat(1, 3)
+    assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=3), generate(model, prompt))
+
+
+def test_static_cache_by_compile_config(tiny_llama, prompt):
+    """The third way in: nothing enabled, `generate` told to use a static cache and this backend."""
+    model = tiny_llama()
+    expected = by_hand(model, prompt, "nvfp4")
+    config = CompileConfig(backend="kvquant", mode=None, options={"format": "nvfp4"})
+    config._compile_all_devices = True
+    for _ in range(2):
+        out = generate(model, prompt, cache_implementation="static", compile_config=config)
+        assert torch.equal(out, expected)
+    report = kvpass.report(model)
+    assert report.fused == 2 and "not enabled" in str(report)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_static_cache_of_the_callers(tiny_llama, prompt):
+    model = tiny_llama()
+    expected = by_hand(model, prompt, "nvfp4")
+    kvpass.enable(model, "nvfp4")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+    assert cache.layers[0].keys.untyped_storage().nbytes() == 0
+
+
+def test_a_compiled_model_says_what_to_write(tiny_llama, prompt):
+    compiled = torch.compile(tiny_llama(), backend="kvquant")
+    with pytest.raises(TypeError, match=r"Write kvpass.enable\(model, ...\) and call model.generate"):
+        kvpass.enable(compiled, "nvfp4")
+    generate(compiled, prompt)
+    assert "does not compile: write kvpass.enable(model, format)" in str(kvpass.report(compiled))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("make", "arguments", "error", "message"),
+        [
+            (torch.nn.Linear, {"in_features": 1, "out_features": 1}, TypeError, "with generate.., got Linear"),
+            (lambda: MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)), {},
+             NotImplementedError, "mamba has no attention layers"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_enabled(self, make, arguments, error, message):
+        with pytest.raises(error, match=message):
+            kvpass.enable(make(**arguments), "nvfp4")
+
+    def test_a_bad_format_leaves_the_model_as_it_is(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        with pytest.raises(ValueError, match="unknown KV format 'nvfp5'"):
+            kvpass.enable(model, "nvfp5")
+        assert "format='nvfp4'" in str(kvpass.report(model))
+
+    def test_head_dim(self, tiny_llama):
+        with pytest.raises(ValueError, match="cannot hold head_dim 24"):
+            kvpass.enable(tiny_llama(head_dim=24), "nvfp4")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"cache_implementation": "static"}, "cache_implementation='static' was asked for, but kvpass is enabled"),
+            ({"past_key_values": DynamicCache()}, "a DynamicCache was passed, which would not be quantized"),
+            ({"compile_config": CompileConfig(backend="aot_eager")}, "compile_config names the backend 'aot_eager'"),
+        ],
+    )
+    def test_what_generate_refuses(self, tiny_llama, prompt, arguments, message):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompt, **arguments)
+
+    def test_a_cache_that_is_too_small_or_of_another_batch(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=19)
+        with pytest.raises(ValueError, match="need 20 slots, but the cache that was passed has 19"):
+            generate(model, prompt, past_key_values=cache)
+        assert not cache.is_initialized
+        cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+        generate(model, prompt[:1], past_key_values=cache)
+        with pytest.raises(ValueError, match="the batch has 2 rows, but the cache that was passed was allocated for 1"):
+            generate(model, prompt, past_key_values=cache)
+
+    def test_strict_stops_an_unfused_decode(self, tiny_llama, prompt):
+        model = tiny_llama(attn_implementation="eager")
+        kvpass.enable(model, {"format": "nvfp4", "strict": True})
+        with pytest.raises(Exception, match="left attention unfused"):
+            generate(model, prompt)
+
+    def test_unfused_decode_is_right_and_reported(self, tiny_llama, prompt):
+        model = tiny_llama(attn_implementation="eager")
+        expected = by_hand(model, prompt, "nvfp4", tokens=4)
+        kvpass.enable(model, "nvfp4")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torch.equal(generate(model, prompt, tokens=4), expected)
+        assert any("left attention unfused" in str(w.message) for w in caught)
+        report = kvpass.report(model)
+        assert report.fused == 0 and "the decoded cache is read by" in str(report)

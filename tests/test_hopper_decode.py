@@ -1,0 +1,364 @@
+"""The Hopper decode kernel against an fp64 oracle on the same bytes, and what it refuses.
+
+Every slot past the length holds 0xFF, a NaN as fp8 code and as block scale, so anything that leaks shows.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvpass import reference
+from kvpass.formats import KVBuffers, get_format
+
+pytest.importorskip("triton")
+hopper_decode = pytest.importorskip("kvpass.kernels.hopper_decode")
+
+ON_HOPPER = (
+    torch.cuda.is_available()
+    and torch.cuda.get_device_capability() == (9, 0)
+    and hopper_decode.TRITON in hopper_decode.TESTED_TRITON
+)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU and a tested triton")]
+hopper = lambda test: gpu[0](gpu[1](test))  # noqa: E731
+
+
+def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device):
+    """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others."""
+    fmt = get_format(name)
+    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu")
+    for tensor in (buffers.codes, buffers.block_scale):
+        if tensor is not None:
+            tensor.fill_(0xFF)
+    if buffers.scale is not None:
+        buffers.scale.uniform_(0.25, 2.0)
+    spread = torch.randint(-3, 3, (batch, kv_heads, length, head_dim // 16, 1)).float().exp2()
+    x = (torch.randn(batch, kv_heads, length, head_dim // 16, 16) * spread).flatten(-2)
+    reference.write(buffers, fmt, x, torch.arange(length))
+    return KVBuffers(*(None if t is None else t.to(device) for t in buffers))
+
+
+class Case:
+    """One call: query, buffers and mask, the oracle's answer and the budget for the error."""
+
+    def __init__(
+        self, key="nvfp4", value=None, dtype=torch.bfloat16, batch=2, kv_heads=2, group=4, head_dim=128,
+        length=77, max_len=None, query_length=1, causal=False, mask=None,
+    ):  # fmt: skip
+        torch.manual_seed(length + group + head_dim)
+        self.formats = key, value or key
+        self.causal, self.scale = causal, head_dim**-0.5
+        max_len = max_len or length + 19
+        self.key = make_buffers(self.formats[0], batch, kv_heads, max_len, head_dim, length, "cuda")
+        self.value = make_buffers(self.formats[1], batch, kv_heads, max_len, head_dim, length, "cuda")
+        self.query = torch.randn(batch, kv_heads * group, query_length, head_dim, device="cuda").to(dtype)
+        self.positions = torch.arange(length - query_length, length, device="cuda")
+        self.mask = mask(batch, kv_heads * group, query_length, max_len, length).cuda() if mask else None
+
+    def run(self):
+        arguments = (self.query, *self.key, *self.value, self.positions, self.mask, self.scale, self.causal)
+        assert hopper_decode.supports(*arguments, *self.formats) is None
+        torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is poisoned
+        return hopper_decode.attention(*arguments, *self.formats)
+
+    def oracle(self):
+        """The exact answer, and the relative error torch makes on the same K and V in the dtype of the query."""
+        k, v = (
+            reference.dequantize(b, get_format(f), torch.float64)
+            for b, f in zip((self.key, self.value), self.formats, strict=True)
+        )
+        exact = reference.attention(self.query.double(), k, v, self.positions, self.mask, self.scale, self.causal)
+        end = int(self.positions[-1]) + 1
+        group = self.query.shape[1] // k.shape[1]
+        k, v = (x[:, :, :end].to(self.query.dtype).repeat_interleave(group, 1) for x in (k, v))
+        visible = torch.ones(self.query.shape[2], end, dtype=torch.bool, device="cuda")
+        if self.causal:
+            visible = torch.arange(end, device="cuda") <= self.positions[:, None]
+        if self.mask is not None:
+            visible = visible & self.mask[..., :end]
+        torch_answer = F.scaled_dot_product_attention(self.query, k, v, attn_mask=visible, scale=self.scale)
+        return exact, relative(torch_answer, exact)
+
+    def check(self):
+        exact, torch_error = self.oracle()
+        error = relative(self.run(), exact)
+        budget = 1.5 * torch_error + torch.finfo(self.query.dtype).eps / 4
+        assert error <= budget, f"relative error {error:.2e}, budget {budget:.2e} (torch: {torch_error:.2e})"
+
+
+def relative(x, exact):
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def left_padding(batch, heads, query_length, max_len, length):
+    """[batch, 1, 1, max_len]: row b hides its first 5 + 37 b slots."""
+    hidden = torch.arange(batch).view(-1, 1, 1, 1) * 37 + 5
+    return torch.arange(max_len) >= hidden.clamp(max=length - 1)
+
+
+def scattered(batch, heads, query_length, max_len, length):
+    mask = torch.rand(batch, 1, 1, max_len) > 0.5
+    mask[..., length - 1] = True
+    return mask
+
+
+def expanded(batch, heads, query_length, max_len, length):
+    return left_padding(batch, heads, query_length, max_len, length).expand(batch, heads, query_length, max_len)
+
+
+def of_every_row(batch, heads, query_length, max_len, length):
+    mask = torch.rand(batch, heads, query_length, max_len) > 0.5
+    mask[..., 0] = True
+    return mask
+
+
+def short(batch, heads, query_length, max_len, length):
+    """No more columns than there are slots in use, and not contiguous."""
+    return left_padding(batch, heads, query_length, 2 * length, length)[..., ::2]
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 1000, 4096])
+def test_lengths(length, format, dtype):
+    Case(format, dtype=dtype, length=length).check()
+
+
+@hopper
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16])
+def test_groups(group):
+    Case(group=group, length=300).check()
+
+
+@hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nvfp4", "nvfp4"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3", "nvfp4"),
+        ("nvfp4", "fp8_e4m3"), ("fp4_mx_block16", "fp4_mx_block16"), ("fp8_e4m3", "fp4_mx_block16"),
+    ],
+)  # fmt: skip
+def test_formats(key, value, head_dim):
+    Case(key, value, head_dim=head_dim, length=333).check()
+
+
+@hopper
+@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, short])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+def test_masks(format, mask):
+    Case(format, batch=3, length=200, mask=mask).check()
+
+
+@hopper
+@pytest.mark.parametrize(("query_length", "group"), [(2, 4), (4, 3), (5, 8), (8, 16)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_several_query_tokens(query_length, group, causal):
+    Case(query_length=query_length, group=group, length=150, causal=causal).check()
+    Case("fp8_e4m3", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
+
+
+@hopper
+def test_query_of_any_strides():
+    case = Case(query_length=4, causal=True)
+    case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    case.check()
+
+
+@hopper
+@pytest.mark.parametrize("length", [32, 1000])
+def test_long_cache_that_is_mostly_empty(length):
+    Case(batch=1, length=length, max_len=40000).check()
+
+
+@hopper
+def test_every_e8m0_exponent_is_exact():
+    case = Case("fp8_e4m3", "fp4_mx_block16", length=1, batch=1, kv_heads=1, max_len=32)
+    for bits in (0, 1, 2, 100, 127, 200, 252):
+        case.value.block_scale.fill_(bits)
+        torch.testing.assert_close(case.run().double(), case.oracle()[0], rtol=2**-8, atol=0)
+    case.value.block_scale.fill_(255)
+    assert case.run().isnan().all()
+
+
+@hopper
+def test_hidden_rows_are_zero():
+    case = Case(batch=2, length=100, mask=left_padding)
+    case.mask[1] = False
+    out = case.run()
+    assert (out[1] == 0).all() and (out[0] != 0).any()
+
+
+@hopper
+def test_position_past_the_cache_gives_nan():
+    case = Case(length=64, max_len=64)
+    case.positions += 1
+    assert case.run().isnan().all()
+
+
+@hopper
+def test_nan_within_the_length_shows():
+    case = Case("fp8_e4m3", length=64)
+    case.value.codes[0, 0, 10] = 0x7F
+    out = case.run()
+    assert out[0, 0].isnan().all() and out[1].isfinite().all()
+
+
+@hopper
+def test_same_bits_every_time():
+    case = Case(batch=4, length=3000, mask=left_padding)
+    first = case.run()
+    for _ in range(20):
+        assert torch.equal(case.run(), first)
+
+
+@hopper
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+def test_replay_follows_the_counter(format):
+    """One captured graph serves every length: positions is read on the device."""
+    case = Case(format, length=300, max_len=320)
+    case.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arguments = (case.query, *case.key, *case.value, case.positions, None, case.scale, False)
+        out = hopper_decode.attention(*arguments, *case.formats)
+    for position in (0, 1, 31, 32, 100, 299):
+        case.positions.fill_(position)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, case.run())
+        exact, torch_error = case.oracle()
+        assert relative(out, exact) <= 1.5 * torch_error + torch.finfo(out.dtype).eps / 4
+
+
+def shapes(**changes):
+    """Arguments of ``supports_shapes``, on the CPU."""
+    head_dim = changes.get("head_dim", 128)
+    key, value = get_format(changes.get("key", "nvfp4")), get_format(changes.get("value", changes.get("key", "nvfp4")))
+    query = torch.empty(1, changes.get("group", 4), changes.get("query_length", 1), head_dim, dtype=torch.bfloat16)
+    query = query.to(changes.get("dtype", torch.bfloat16))
+    return query, 1, head_dim, changes.get("mask"), changes.get("scale", 1.0), key, value
+
+
+def test_supported_shapes():
+    assert hopper_decode.supports_shapes(*shapes()) is None
+    assert hopper_decode.supports_shapes(*shapes(group=16, query_length=8, head_dim=256)) is None
+    assert hopper_decode.supports_shapes(*shapes(mask=torch.ones(1, 1, 1, 32, dtype=torch.bool))) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "query is torch.float32"),
+        ({"key": "bf16"}, "codec bf16"),
+        ({"key": "fp4_mx_block16", "dtype": torch.float16}, "computes in bfloat16"),
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"group": 17}, "GQA group of 17"),
+        ({"query_length": 9}, "9 query tokens"),
+        ({"mask": torch.zeros(1, 1, 1, 32)}, "mask is torch.float32"),
+        ({"scale": -1.0}, "scale is -1.0"),
+    ],
+)
+def test_refused_shapes(changes, reason):
+    assert reason in hopper_decode.supports_shapes(*shapes(**changes))
+
+
+def test_refuses_what_is_not_a_hopper_gpu():
+    query, key_codes, value_codes, mask, scale, key, value = shapes()
+    arguments = (query, key_codes, None, None, value_codes, None, None, torch.zeros(1, dtype=torch.int64), mask, scale)
+    reason = hopper_decode.supports(*arguments, False, key.name, value.name)
+    assert reason is not None and ("9.0" in reason or "triton" in reason)
+
+
+@pytest.mark.parametrize(
+    ("heads", "max_len", "splits"), [(256, 8192, 8), (8, 131072, 256), (1, 32, 1), (4000, 8192, 1)]
+)
+def test_split_count(heads, max_len, splits):
+    chosen = hopper_decode.split_count(heads, max_len, 132 * 16)
+    assert abs(chosen - splits) <= splits // 10
+
+
+COMPILED_SHAPES = [
+    # key format, head_dim, batch, max_len, GQA group, shape of the mask
+    ("nvfp4", 128, 32, 8192, 4, None),
+    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192)),
+    ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096)),
+    ("nvfp4", 128, 1, 131072, 8, None),
+    ("fp8_e4m3", 128, 32, 8192, 4, None),
+    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192)),
+    ("fp8_e4m3", 64, 1, 4096, 3, None),
+]
+
+
+def compile_without_gpu() -> None:
+    """Take `COMPILED_SHAPES` through the launcher with a driver that only compiles; print the bytes of spills."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class CompileOnly:
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    class Warmup:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+    triton.runtime.driver.set_active(CompileOnly())
+    hopper_decode._device = lambda index: ((9, 0), 132)
+    for name in ("_decode_kernel", "_combine_kernel"):
+        setattr(hopper_decode, name, Warmup(getattr(hopper_decode, name)))
+    spilled = []
+    for name, head_dim, batch, max_len, group, mask_shape in COMPILED_SHAPES:
+        compiled: list = []
+        buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta")
+        query = torch.empty(batch, 8 * group, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        positions = torch.empty(1, dtype=torch.int64, device="meta")
+        mask = mask_shape and torch.empty(mask_shape, dtype=torch.bool, device="meta")
+        hopper_decode.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
+        spilled.append([spilled_bytes(kernel.asm["cubin"]) for kernel in compiled])
+    print(json.dumps(spilled))
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    import tempfile
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", text.stdout))
+
+
+@pytest.mark.skipif(
+    hopper_decode.TRITON not in (*hopper_decode.TESTED_TRITON, "3.9"),
+    reason="compiles with the tested triton and with 3.9",
+)
+def test_main_shapes_compile_without_spills():
+    # In a process of its own: triton's interpreter, which other tests use, cannot be turned off again.
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0]] * len(COMPILED_SHAPES)
+
+
+if __name__ == "__main__":
+    compile_without_gpu()

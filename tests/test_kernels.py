@@ -1,0 +1,583 @@
+"""The Triton kernels against :mod:`kvpass.reference`: under Triton's interpreter on a CPU, compiled on a GPU.
+
+Parameters marked ``gpu`` are the same tests, wider.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    late = "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if late:  # its own functions decide when they are imported
+        raise RuntimeError("triton was imported before TRITON_INTERPRET was set; set it in tests/conftest.py")
+pytest.importorskip("triton")
+
+from kvpass import reference  # noqa: E402
+from kvpass.formats import (  # noqa: E402
+    SCALE_TILE,
+    KVBuffers,
+    KVFormat,
+    format_names,
+    get_format,
+    register_format,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"))
+
+# Registered as a user would: made of existing parts, in combinations that no built-in format has.
+register_format(KVFormat("test_mx_block32", "e2m1", block_scale="e8m0", block=32))
+register_format(KVFormat("test_nvfp4_block32", "e2m1", block_scale="e4m3", block=32, tensor_scale=True))
+register_format(KVFormat("test_e4m3_plain", "e4m3"))
+FORMATS = format_names()
+FP4 = tuple(name for name in FORMATS if get_format(name).codec == "e2m1")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter's NaN and inf
+
+
+def wide(*values):
+    """The values as parameters of a test that only a GPU is quick enough for."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=GPU) for v in values]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations(monkeypatch):
+    """What a kernel does not write is NaN."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        tensor = real(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+    torch.manual_seed(0)
+
+
+def poisoned_buffers(fmt: KVFormat, batch: int, kv_heads: int, max_len: int, head_dim: int) -> KVBuffers:
+    """Buffers (on the CPU) of which every byte is 0xFF, a NaN of every encoding, and another scale for each head."""
+    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu")
+    buffers.codes.view(torch.uint8).fill_(0xFF)
+    if buffers.block_scale is not None:
+        buffers.block_scale.fill_(0xFF)
+    if buffers.scale is not None:
+        buffers.scale.copy_(torch.tensor([0.37, 1.9, 1.0, 0.05, 11.0])[torch.arange(kv_heads) % 5])
+    return buffers
+
+
+def to_device(buffers: KVBuffers) -> KVBuffers:
+    return KVBuffers(*(None if t is None else t.to(DEVICE) for t in buffers))
+
+
+def clone(buffers: KVBuffers) -> KVBuffers:
+    return KVBuffers(*(None if t is None else t.clone() for t in buffers))
+
+
+def assert_same_bytes(actual: KVBuffers, expected: KVBuffers) -> None:
+    codes, wanted = actual.codes.cpu(), expected.codes.cpu()
+    if codes.dtype == torch.bfloat16:  # the payload of a NaN is nobody's business
+        assert torch.equal(codes.isnan(), wanted.isnan())
+        codes, wanted = codes.nan_to_num(nan=0.0).view(torch.int16), wanted.nan_to_num(nan=0.0).view(torch.int16)
+    different = (codes != wanted).nonzero()
+    assert not len(different), f"{len(different)} codes differ, the first at {different[0].tolist()}"
+    if expected.block_scale is not None:
+        different = (actual.block_scale.cpu() != expected.block_scale.cpu()).nonzero()
+        assert not len(different), f"{len(different)} block scales differ, the first at {different[0].tolist()}"
+
+
+def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit, signs of zeros included; any NaN for a NaN."""
+    actual, expected = actual.cpu(), expected.cpu()
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.isnan(), expected.isnan())
+    actual, expected = (torch.where(t.isnan(), 0.0, t) for t in (actual, expected))
+    assert torch.equal(actual, expected) and torch.equal(actual.signbit(), expected.signbit())
+
+
+def launch_store(key, value, positions, key_buffers, value_buffers, key_format, value_format):
+    from kvpass.kernels.store import store
+
+    store(key, value, positions.to(DEVICE), *key_buffers, *value_buffers, key_format, value_format)
+
+
+def launch_attention(query, key, value, positions, mask, scale, is_causal, key_format, value_format):
+    from kvpass.kernels.attention import attention
+
+    mask = None if mask is None else mask.to(DEVICE)
+    return attention(
+        query.to(DEVICE), *key, *value, positions.to(DEVICE), mask, scale, is_causal, key_format, value_format
+    )
+
+
+def check_store(key, value, positions, key_format, value_format, max_len):
+    """Store by kernel and by reference into poisoned buffers: the same bytes, also where nothing was written."""
+    key_row, value_row = get_format(key_format), get_format(value_format)
+    expected = [
+        poisoned_buffers(row, *x.shape[:2], max_len, x.shape[3]) for row, x in ((key_row, key), (value_row, value))
+    ]
+    actual = [to_device(clone(buffers)) for buffers in expected]
+    fits = (positions >= 0) & (positions < max_len)
+    reference.write(expected[0], key_row, key[:, :, fits], positions[fits])
+    reference.write(expected[1], value_row, value[:, :, fits], positions[fits])
+    launch_store(key.to(DEVICE), value.to(DEVICE), positions, *actual, key_format, value_format)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same_bytes(got, wanted)
+
+
+def spread(*shape: int) -> torch.Tensor:
+    """Normal values whose magnitude changes from one run of 16 to the next, and with it every block scale."""
+    x = torch.randn(shape)
+    return (x.unflatten(-1, (-1, 16)) * torch.exp2(torch.randint(-14, 9, (*shape[:-1], shape[-1] // 16, 1)))).flatten(
+        -2
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
+
+@pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
+@pytest.mark.parametrize(
+    "batch, kv_heads, length, head_dim",
+    [(1, 3, 5, 64), (2, 1, 1, 96), *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128))],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_store_gives_the_bytes_of_the_reference(name, batch, kv_heads, length, head_dim, dtype):
+    max_len = length + 40
+    positions = torch.randperm(max_len)[:length].sort().values
+    key, value = (spread(batch, kv_heads, length, head_dim).to(dtype) for _ in range(2))
+    check_store(key, value, positions, name, name, max_len)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_store_of_special_values(name):
+    x = spread(1, 2, 8, 64)
+    x[0, 0, 0] = 0.0
+    x[0, 0, 1] = -0.0
+    x[0, 0, 2] *= 1e-40  # subnormal fp32
+    x[0, 0, 3, 5], x[0, 0, 3, 40] = torch.inf, -torch.inf
+    x[0, 0, 4, 7], x[0, 0, 4, 8] = torch.nan, -torch.nan
+    # Ties of e2m1 under a block scale of exactly 1 (amax 6), and of the e4m3 block scale itself.
+    x[0, 0, 5] = torch.tensor([0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5.0, 6.0]).repeat(8) * get_tensor_scale(name)
+    x[0, 0, 6] = 6 * 1.0625
+    x[0, 0, 7] = torch.exp2(torch.linspace(-12, 11, 64)) * 1.1875
+    x[0, 1, 0], x[0, 1, 1] = torch.finfo(FP32).max, torch.finfo(FP32).tiny
+    x[0, 1, 2] = torch.exp2(torch.arange(64) - 30.0)
+    x[0, 1, 3] = x[0, 1, 2] * 3
+    check_store(x, -x, torch.arange(8) + 28, name, name, 36)
+
+
+def get_tensor_scale(name: str) -> float:
+    return 0.37 if get_format(name).tensor_scale else 1.0
+
+
+@pytest.mark.parametrize("head_dim", [256, *wide(64)])
+@pytest.mark.parametrize("name", ["test_e4m3_plain", "fp8_e5m2"])
+def test_store_of_every_half_precision_value(name, head_dim):
+    x = torch.arange(-32768, 32768).to(torch.int16).view(FP16).view(1, 1, -1, head_dim)
+    fmt = get_format(name)
+    buffers = fmt.allocate(1, 1, x.shape[2], head_dim, DEVICE)
+    codes, _ = reference.quantize(x, fmt, None if buffers.scale is None else buffers.scale.cpu())
+    launch_store(x.to(DEVICE), x.to(DEVICE), torch.arange(x.shape[2]), buffers, buffers, name, name)
+    assert torch.equal(buffers.codes.cpu(), codes)
+
+
+def test_store_takes_strided_inputs_and_formats_and_head_dims_of_their_own():
+    key = spread(2, 3, 2, 64).transpose(1, 2)  # as projections give it: [batch, length, heads, head_dim] transposed
+    value = spread(2, 2, 3, 96).mT.contiguous().mT  # head_dim is not the innermost
+    check_store(key, value, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
+    check_store(key, value, torch.tensor([31, 32, 40]), "fp8_e5m2", "test_mx_block32", 41)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "bf16"])
+def test_store_skips_slots_outside_the_cache(name):
+    x = spread(1, 2, 4, 64)
+    check_store(x, x, torch.tensor([-1, 34, 35, 36]), name, name, 35)
+
+
+# ----------------------------------------------------------------------------------------------------------- dequantize
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, *wide(FP16)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantize_decodes_every_code(name, dtype):
+    from kvpass.kernels.dequantize import dequantize
+
+    fmt, max_len = get_format(name), 256 if DEVICE == "cuda" else 64
+    buffers = fmt.allocate(1, 2, max_len, 256, "cpu")
+    if fmt.codec == "bf16":
+        buffers.codes.copy_(torch.randint(-32768, 32768, buffers.codes.shape).to(torch.int16).view(BF16))
+    else:
+        buffers.codes.copy_(torch.arange(buffers.codes.numel()).view_as(buffers.codes) % 255)  # 255 is odd: all meet
+    if buffers.block_scale is not None:
+        buffers.block_scale.copy_(torch.randperm(buffers.block_scale.numel()).view_as(buffers.block_scale) % 256)
+    if buffers.scale is not None:
+        buffers.scale.copy_(torch.tensor([0.37, 1.9]))
+    actual = dequantize(*to_device(buffers), torch.tensor([max_len - 1], device=DEVICE), name, dtype)
+    assert_same_values(actual, reference.dequantize(buffers, fmt, dtype))
+
+
+@pytest.mark.parametrize("length", [1, 33, *wide(15, 16, 17, 63)])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16"])
+def test_dequantize_is_zero_past_the_length(name, length):
+    from kvpass.kernels.dequantize import dequantize
+
+    fmt = get_format(name)
+    buffers = poisoned_buffers(fmt, 2, 2, 70, 80)
+    reference.write(buffers, fmt, spread(2, 2, length, 80), torch.arange(length))
+    actual = dequantize(*to_device(buffers), torch.arange(length, device=DEVICE), name, BF16)
+    assert_same_values(actual[:, :, :length], reference.dequantize(buffers.first(length), fmt, BF16))
+    assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, 80, dtype=BF16))
+    overrun = dequantize(*to_device(buffers), torch.tensor([70], device=DEVICE), name, BF16)
+    assert overrun.isnan().all()
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def make_cache(name: str, batch: int, kv_heads: int, max_len: int, head_dim: int, length: int) -> KVBuffers:
+    """A cache with ``length`` random tokens on the device, poisoned past them."""
+    fmt = get_format(name)
+    buffers = poisoned_buffers(fmt, batch, kv_heads, max_len, head_dim)
+    if buffers.scale is not None:
+        buffers.scale.clamp_(max=2)
+    buffers = to_device(buffers)
+    x = torch.randn(batch, kv_heads, length, head_dim, device=DEVICE) * (torch.rand(head_dim, device=DEVICE) + 0.3)
+    reference.write(buffers, fmt, x, torch.arange(length, device=DEVICE))
+    return buffers
+
+
+def check_attention(
+    key_format="nvfp4",
+    value_format=None,
+    dtype=BF16,
+    head_dim=64,
+    value_dim=None,
+    group=4,
+    query_len=1,
+    length=33,
+    max_len=None,
+    batch=1,
+    kv_heads=2,
+    mask=None,
+    is_causal=False,
+    query_scale=1.0,
+):
+    """Kernel, and SDPA in the query's dtype on the decoded K and V, against fp64 on the same bytes.
+
+    The kernel may err as SDPA does, or as rounding the exact answer does, times what two summation orders differ by;
+    in fp32, where the hardware's exp2 is off by more than a summation, twice that.
+    """
+    value_format, value_dim = value_format or key_format, value_dim or head_dim
+    max_len = max_len or length + 9
+    key = make_cache(key_format, batch, kv_heads, max_len, head_dim, length)
+    value = make_cache(value_format, batch, kv_heads, max_len, value_dim, length)
+    query = torch.randn(batch, query_len, kv_heads * group, head_dim).mul(query_scale).to(dtype).transpose(1, 2)
+    positions = torch.arange(length - query_len, length)
+    scale = head_dim**-0.5 / query_scale
+    actual = launch_attention(query, key, value, positions, mask, scale, is_causal, key_format, value_format)
+    assert actual.shape == (batch, kv_heads * group, query_len, value_dim) and actual.dtype == dtype
+
+    query, positions = query.to(DEVICE), positions.to(DEVICE)
+    decoded = [
+        reference.dequantize(b.first(length), get_format(n), torch.float64)
+        for b, n in ((key, key_format), (value, value_format))
+    ]
+    mask = None if mask is None else mask.to(DEVICE)
+    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    exact = reference.attention(query.double(), *decoded, positions, exact_mask, scale, is_causal)
+
+    bias = torch.zeros(batch, kv_heads * group, query_len, length, device=DEVICE)
+    if mask is not None:
+        cut = mask[..., :length].expand_as(bias)
+        bias = bias.masked_fill(~cut, -torch.inf) if mask.dtype == torch.bool else bias + cut
+    if is_causal:
+        bias = bias.masked_fill(torch.arange(length, device=DEVICE) > positions[:, None], -torch.inf)
+    peer = F.scaled_dot_product_attention(
+        query, *(t.to(dtype).repeat_interleave(group, 1) for t in decoded), attn_mask=bias.to(dtype), scale=scale
+    )
+    blind = (bias == -torch.inf).all(-1)
+    assert (actual[blind] == 0).all(), "a row that sees nothing must be zero"
+    sees = ~blind
+
+    def errors(x):
+        difference = (x.double() - exact)[sees]
+        return difference.square().mean().sqrt().item(), difference.abs().max().item()
+
+    rounding = errors(exact.to(dtype))
+    slack = (3.0, 6.0) if dtype == torch.float32 else (1.5, 3.0)
+    budget = [max(p, r) * s for p, r, s in zip(errors(peer), rounding, slack, strict=True)]
+    for got, allowed, what in zip(errors(actual), budget, ("rms", "largest"), strict=True):
+        assert got <= allowed, (
+            f"{what} error {got:.3g}, allowed {allowed:.3g}; SDPA {errors(peer)}, rounding {rounding}"
+        )
+    return actual
+
+
+@pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_in_every_format(name, dtype):
+    check_attention(name, dtype=dtype, length=70)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_attention_in_the_other_query_dtypes(name, dtype):
+    check_attention(name, dtype=dtype, head_dim=96, length=40)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 129, *wide(1000)])
+def test_attention_at_every_length(name, length):
+    # Room for many more slots: most splits get none.
+    check_attention(name, length=length, max_len=length + 300)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4", "fp4_mx_block16")])
+@pytest.mark.parametrize("group", [1, 3, 7, 8, *wide(4, 16, 20, 71)])
+def test_attention_with_every_group(name, group):
+    check_attention(name, group=group, length=50)
+
+
+@pytest.mark.parametrize("query_len", [1, *wide(3, 40)])
+@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 256, *wide(16, 32, 64, 112, 192)])
+def test_attention_with_every_head_dim(name, head_dim, query_len):
+    check_attention(name, head_dim=head_dim, length=50, query_len=query_len, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "key_format, value_format, head_dim, value_dim",
+    [
+        ("fp8_e4m3", "nvfp4", 64, 64),
+        ("nvfp4", "bf16", 80, 128),
+        *wide(
+            ("bf16", "nvfp4", 192, 128),
+            ("fp4_mx_block16", "fp8_e5m2", 128, 64),
+            ("fp8_e4m3", "test_mx_block32", 128, 96),
+            ("test_nvfp4_block32", "fp4_mx_block16", 256, 16),
+        ),
+    ],
+)
+def test_attention_with_formats_and_widths_of_their_own(key_format, value_format, head_dim, value_dim):
+    check_attention(key_format, value_format, head_dim=head_dim, value_dim=value_dim, length=50)
+
+
+@pytest.mark.parametrize(
+    "query_len, length", [(5, 5), (5, 70), (33, 70), *wide((64, 64), (100, 1000), (1000, 1000), (17, 4000))]
+)
+@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
+def test_attention_of_a_causal_chunk(name, query_len, length):
+    check_attention(name, query_len=query_len, length=length, is_causal=True, group=3)
+
+
+def masks(batch: int, heads: int, query_len: int, slots: int) -> dict[str, torch.Tensor]:
+    """Masks of every kind for a test, by name."""
+    full = torch.rand(batch, heads, query_len, slots) > 0.4
+    padding = torch.arange(slots) >= torch.tensor([3, 40])[:batch, None]
+    blind = full.clone()
+    blind[0, 1, 0] = False
+    blind[1, :, 1] = False
+    random = torch.randn(batch, 1, query_len, slots)
+    return {
+        "left padding": padding[:, None, None],
+        "left padding, expanded": padding[:, None, None].expand(batch, heads, query_len, slots),
+        "every element": full,
+        "rows that see nothing": blind,
+        "all that counts is the first split": (torch.arange(slots) < 5)[None, None, None],
+        "additive fp32": random.masked_fill(~full[:, :1], -torch.inf),
+        "additive bf16": random.bfloat16().expand(-1, heads, -1, -1),
+        "additive fp16, per head": torch.randn(1, heads, 1, slots).half(),
+        "additive, least finite": torch.where(padding[:, None, None], 0.0, torch.finfo(FP32).min),
+        "additive, all of a row the least finite": torch.full((1, 1, 1, slots), torch.finfo(FP32).min),
+        "transposed": (torch.rand(batch, heads, slots, query_len) > 0.4).mT,
+    }
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4")])
+@pytest.mark.parametrize("kind", masks(2, 4, 2, 110))
+def test_attention_with_every_mask(name, kind):
+    check_attention(
+        name, query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)[kind]
+    )  # fmt: skip
+
+
+def test_attention_with_a_mask_and_causal():
+    check_attention(query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)["left padding"], is_causal=True)  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("query_scale", [2.0**-40, 2.0**60])
+def test_attention_of_queries_outside_the_range_of_fp16(query_scale):
+    check_attention("nvfp4", query_scale=query_scale)
+    check_attention("fp8_e4m3", query_scale=query_scale)
+
+
+def test_attention_keeps_many_small_probabilities():
+    # One slot outweighs each of the others 2**20 times, and all of them together do not: fp16 must not lose them.
+    length, fmt = 513, get_format("fp8_e4m3")
+    key, value = (to_device(fmt.allocate(1, 1, length, 16, "cpu")) for _ in range(2))
+    x = torch.zeros(1, 1, length, 16, device=DEVICE)
+    x[0, 0, 0, 0] = 14.0
+    v = torch.full_like(x, 448.0)
+    v[0, 0, 0] = 0
+    positions = torch.arange(length, device=DEVICE)
+    reference.write(key, fmt, x, positions)
+    reference.write(value, fmt, v, positions)
+    query = torch.zeros(1, 1, 1, 16, dtype=FP32)
+    query[..., 0] = 1.25
+    out = launch_attention(query.half(), key, value, positions[-1:], None, 1.0, False, fmt.name, fmt.name)
+    weight = 512 * 2.718281828459045**-17.5
+    assert out.float().cpu() == pytest.approx(448 * weight / (1 + weight), rel=2e-3)
+
+
+def test_attention_propagates_nan_of_a_stored_value():
+    fmt = get_format("nvfp4")
+    x = torch.randn(1, 2, 40, 64, device=DEVICE)
+    key, value = (to_device(fmt.allocate(1, 2, 40, 64, "cpu")) for _ in range(2))
+    positions = torch.arange(40, device=DEVICE)
+    reference.write(value, fmt, x, positions)
+    x[0, 1, 7, 3] = torch.nan
+    reference.write(key, fmt, x, positions)
+    query = torch.randn(1, 4, 1, 64, dtype=BF16)
+    out = launch_attention(query, key, value, positions[-1:], None, 0.125, False, fmt.name, fmt.name)
+    assert out[:, 2:].isnan().all() and not out[:, :2].isnan().any()
+
+
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_attention_of_a_cache_that_runs_over_is_nan(query_len):
+    key = make_cache("nvfp4", 1, 2, 100, 64, 100)
+    value = make_cache("fp8_e4m3", 1, 2, 100, 64, 100)
+    query = torch.randn(1, 4, query_len, 64, dtype=BF16)
+    positions = torch.arange(101 - query_len, 101)
+    for is_causal in (False, True):
+        out = launch_attention(query, key, value, positions, None, 0.125, is_causal, "nvfp4", "fp8_e4m3")
+        assert out.isnan().all()
+    short_mask = torch.ones(1, 1, 1, 90, dtype=torch.bool)
+    out = launch_attention(query, key, value, positions - 5, short_mask, 0.125, False, "nvfp4", "fp8_e4m3")
+    assert out.isnan().all(), "a mask shorter than the cache is long"
+
+
+def test_the_number_of_splits_fills_the_gpu_in_whole_rounds():
+    from kvpass.kernels.attention import split_count
+
+    assert 60 <= split_count(programs=8, slots=528, most=256) <= 66
+    assert split_count(programs=256, slots=396, most=128) == 3
+    assert split_count(programs=4096, slots=396, most=128) == 1
+    assert split_count(programs=1, slots=528, most=2) == 2
+    assert all(1 <= split_count(p, 396, most) <= most for p in (1, 7, 100, 395, 397, 900) for most in (1, 5, 256))
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_unsupported_inputs_are_named():
+    from kvpass.kernels.attention import attention
+    from kvpass.kernels.dequantize import dequantize
+    from kvpass.kernels.store import store
+
+    fmt = get_format("nvfp4")
+    buffers = fmt.allocate(1, 2, 40, 64, DEVICE)
+    positions = torch.tensor([3], device=DEVICE)
+    x = torch.zeros(1, 2, 1, 64, device=DEVICE)
+    query = torch.zeros(1, 4, 1, 64, device=DEVICE)
+
+    def attend(query=query, key=buffers, value=buffers, positions=positions, mask=None, formats=("nvfp4", "nvfp4")):
+        attention(query, *key, *value, positions, mask, 0.125, False, *formats)
+
+    for call, message in (
+        (lambda: store(x.double(), x, positions, *buffers, *buffers, "nvfp4", "nvfp4"), "key is torch.float64"),
+        (lambda: store(x, x[:, :1], positions, *buffers, *buffers, "nvfp4", "nvfp4"), "value is"),
+        (lambda: store(x, x, positions, *buffers, *buffers, "nvfp4", "fp4_mx_block16"), "value_scale is given"),
+        (lambda: dequantize(*buffers, positions, "nvfp4", torch.float64), "cannot dequantize to torch.float64"),
+        (lambda: dequantize(buffers.codes, None, buffers.scale, positions, "nvfp4", BF16), "block_scale is missing"),
+        (lambda: attend(query.double()), "query is torch.float64"),
+        (lambda: attend(query[:, :3]), "a multiple of 2"),
+        (lambda: attend(query[..., :32]), "this cache takes"),
+        (lambda: attend(positions=torch.arange(2, device=DEVICE)), "positions hold 2 slots"),
+        (lambda: attend(mask=torch.zeros(1, 3, 1, 40, device=DEVICE)), "mask is"),
+        (lambda: attend(mask=torch.zeros(1, 1, 1, 40, device=DEVICE, dtype=torch.int32)), "mask is torch.int32"),
+        (lambda: attend(value=fmt.allocate(1, 2, 41, 64, DEVICE)), "may differ in width only"),
+        (lambda: attend(key=KVBuffers(buffers.codes.mT.contiguous().mT, *buffers[1:])), "must be contiguous"),
+        (lambda: attend(formats=("nvfp4", "no_such")), "unknown KV format"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------------------- GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize(
+        "shape", [dict(batch=4, kv_heads=8, length=4096), dict(length=20011, max_len=32768), dict(batch=64, length=300)]
+    )
+    def test_attention_at_larger_shapes(self, name, dtype, shape):
+        check_attention(name, dtype=dtype, head_dim=128, **shape)
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_two_runs_are_bit_identical(self, name):
+        first, second = (self.attend_seeded(name) for _ in range(2))
+        assert torch.equal(first, second)
+
+    @staticmethod
+    def attend_seeded(name):
+        torch.manual_seed(1)
+        return check_attention(name, head_dim=128, kv_heads=8, length=9000)
+
+    @pytest.mark.parametrize("query_len", [1, 3])
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_a_captured_graph_follows_the_counter(self, name, query_len):
+        from kvpass.kernels.attention import attention
+        from kvpass.kernels.store import store
+
+        fmt, kv_heads, head_dim, max_len = get_format(name), 4, 128, 3000
+        buffers = [make_cache(name, 2, kv_heads, max_len, head_dim, 60) for _ in range(2)]
+        positions = torch.arange(60, 60 + query_len, device=DEVICE)
+        key, value = (torch.randn(2, kv_heads, query_len, head_dim, dtype=BF16, device=DEVICE) for _ in range(2))
+        query = torch.randn(2, kv_heads * 4, query_len, head_dim, dtype=BF16, device=DEVICE)
+        mask = torch.rand(2, 1, 1, max_len, device=DEVICE) > 0.1
+
+        def step(key_buffers, value_buffers):
+            store(key, value, positions, *key_buffers, *value_buffers, name, name)
+            return attention(
+                query, *key_buffers, *value_buffers, positions, mask, 0.1, True, fmt.name, fmt.name
+            )  # fmt: skip
+
+        eager_buffers = [clone(b) for b in buffers]
+        step(*eager_buffers)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step(*buffers)
+        for jump in (0, 1, 1, 64, 500, 2000):
+            positions += jump
+            for tensor in (key, value, query):
+                tensor.normal_()
+            if jump > 1:  # what was skipped must hold something: fill both caches alike
+                x = torch.randn(2, kv_heads, int(positions[0]), head_dim, device=DEVICE)
+                for b in (*buffers, *eager_buffers):
+                    reference.write(b, fmt, x, torch.arange(x.shape[2], device=DEVICE))
+            expected = step(*eager_buffers)
+            graph.replay()
+            assert torch.equal(out, expected) and not out.isnan().any()
+            for got, wanted in zip(buffers, eager_buffers, strict=True):
+                assert_same_bytes(got, wanted)
+        positions += max_len
+        graph.replay()
+        assert out.isnan().all()
+
+    @pytest.mark.parametrize("name", FP4)
+    def test_tiles_of_scales_do_not_touch_each_other(self, name):
+        fmt = get_format(name)
+        x = spread(2, 2, 5 * SCALE_TILE + 7, 128)
+        check_store(x.bfloat16(), -x.bfloat16(), torch.arange(x.shape[2]), name, name, x.shape[2])
+        assert fmt.block
