@@ -20,5 +20,5 @@ test:  ## Everything that runs without a GPU
 test-gpu:  ## What needs a CUDA GPU
 	pytest -m gpu $(ARGS)
 
-bench:  ## Decode speed and memory against named peers, on a CUDA GPU
-	kvpass bench $(ARGS)
+bench:  ## Decode speed against named peers, on a CUDA GPU
+	kvpass bench attention $(ARGS)

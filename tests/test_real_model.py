@@ -1,0 +1,127 @@
+"""SmolLM2-135M-Instruct, 30 layers, through the whole library."""
+
+import copy
+
+import pytest
+import smollm2
+import torch
+from torch._dynamo.utils import counters
+
+import kvpass
+from kvpass.formats import KVBuffers
+from kvpass.hf import _CACHE_ARGUMENT
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+FORMATS = kvpass.format_names()[:5]
+BYTES_PER_TOKEN = {"bf16": 23_040, "fp8_e4m3": 11_520, "fp8_e5m2": 11_520, "nvfp4": 6_480, "fp4_mx_block16": 6_480}
+CHAT = [{"role": "user", "content": "Explain in three sentences why the sky is blue."}]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return smollm2.load(None)
+
+
+@pytest.fixture
+def model_and_prompt(loaded, device):
+    model, tokenizer = loaded
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    yield model.to(device), prompt["input_ids"].to(device)
+    kvpass.disable(model)
+
+
+def unfused_tokens(model, prompt, name, count):
+    """Greedy tokens through an eager cache, and the two largest logits before each."""
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
+    step, tokens, top = prompt, [], []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(step, past_key_values=cache).logits[0, -1].float()
+        top.append(logits.topk(2))
+        step = top[-1].indices[:1][None]
+        tokens.append(int(step))
+    return tokens, top
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_generate(model_and_prompt, name):
+    model, prompt = model_and_prompt
+    expected, top = unfused_tokens(model, prompt, name, 64)
+    kvpass.enable(model, name)
+    calls, get_compiled_call = [], model.get_compiled_call
+
+    def recorded(compile_config):
+        compiled = get_compiled_call(compile_config)
+        return lambda **arguments: calls.append((compiled, arguments)) or compiled(**arguments)
+
+    model.get_compiled_call = recorded
+    settings = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :].tolist()
+
+    report = kvpass.report(model)
+    assert (report.fused, len(report.graphs[-1].sites), report.eager_reads) == (30, 30, 0)
+    assert counters["stats"]["unique_graphs"] == 1
+    cache = model._kvpass.spare
+    assert cache.nbytes == BYTES_PER_TOKEN[name] * cache.max_cache_len
+
+    check_logits(model, prompt, name, *calls[0])
+
+    # `min_new_tokens` forbids the end of text, which the unfused loop does not; compare up to there.
+    end = expected.index(model.config.eos_token_id) if model.config.eos_token_id in expected else 64
+    different = next((i for i in range(end) if out[i] != expected[i]), None)
+    if different is not None:
+        (first, second), candidates = top[different].values.tolist(), top[different].indices.tolist()
+        tie = f"token {different}: {candidates} with logits {first:.4f} and {second:.4f}; fused took {out[different]}"
+        print(tie)
+        # Two bf16 roundings of a logit this large, either way.
+        assert out[different] in candidates and first - second <= 4 * 2**-8 * abs(first), tie
+
+
+def check_logits(model, prompt, name, compiled, arguments):
+    """Fused and unfused logits differ by no more than bf16 arithmetic errs by, against fp64 on the same bytes.
+
+    `arguments` are those with which `generate` called `compiled` for the first token after the prompt.
+    """
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    forced = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
+    oracle = logits_of(copy.deepcopy(model).to("cpu", torch.float64), on_cpu(cache), forced, arguments)
+    unfused = logits_of(model, cache, forced, arguments)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        fused = logits_of(compiled, cache, forced, arguments)
+    differ, err = typical_difference(fused, unfused), typical_difference(unfused, oracle)
+    print(f"{name} on {prompt.device.type}: fused and unfused differ by {differ:.4f}, unfused errs by {err:.4f}")
+    assert differ <= 1.5 * err  # two independent errors of that size differ by 1.41 of it
+
+
+def logits_of(step, cache, forced, arguments):
+    """Logits of every token of `forced`, each as the first after what `cache` holds: ``[tokens, vocabulary]``."""
+    outs, device = [], cache.layers[0].device
+    arguments = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+    for ids in forced.to(device).split(1, 1):
+        with torch.no_grad():
+            out = step(**arguments | {"input_ids": ids.clone(), _CACHE_ARGUMENT: cache})
+        outs.append(out.logits[0, -1].double().cpu())
+        cache.crop(-1)
+    return torch.stack(outs)
+
+
+def typical_difference(a, b):
+    """Median over tokens of the rms difference: a token whose own K falls into another code is an outlier."""
+    return (a - b).square().mean(-1).sqrt().median().item()
+
+
+def on_cpu(cache):
+    """A copy of an initialized cache whose buffers are on the CPU."""
+    twin = copy.deepcopy(cache)
+    for layer in twin.layers:
+        layer.key, layer.value = (
+            KVBuffers(*(None if t is None else t.cpu() for t in buffers)) for buffers in (layer.key, layer.value)
+        )
+        layer.device = torch.device("cpu")
+        layer.last_position = twin.layers[0].last_position.cpu()
+    for layer in twin.layers:
+        layer.last_position = twin.layers[0].last_position
+    return twin
