@@ -44,7 +44,11 @@ class QuantizedCache(Cache):
         text_config = config.get_text_config(decoder=True)
         lengths, count = _Lengths(), _count_layers(text_config, self.config)
         super().__init__(layers=[QuantizedLayer(self.config, max_cache_len, lengths) for _ in range(count)])
-        self.max_cache_len = max_cache_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """Slots per sequence."""
+        return self._layers[0].max_cache_len
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 FORMATS = kvpass.format_names()[:5]
 SHAPES = {
     "head_dim 128, group 4": {"head_dim": 128, "num_attention_heads": 8},
-    "head_dim 64, group 3": {"num_attention_heads": 6},
+    "head_dim 64, group 3": {"hidden_size": 384, "num_attention_heads": 6},
 }
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 

@@ -86,8 +86,12 @@ def check_logits(model, prompt, name, compiled, arguments):
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
     with torch.no_grad():
         model(prompt, past_key_values=cache)
-    forced = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
-    oracle = logits_of(copy.deepcopy(model).to("cpu", torch.float64), on_cpu(cache), forced, arguments)
+    forced = torch.randint(0, model.config.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()
+    exact = on_cpu(cache)
+    exact.batch_repeat_interleave(len(forced))
+    with torch.no_grad():
+        ids = torch.tensor(forced)[:, None]
+        oracle = copy.deepcopy(model).to("cpu", torch.float64)(ids, past_key_values=exact).logits[:, -1]
     unfused = logits_of(model, cache, forced, arguments)
     with torch._dynamo.config.patch(error_on_recompile=True):
         fused = logits_of(compiled, cache, forced, arguments)
@@ -98,11 +102,11 @@ def check_logits(model, prompt, name, compiled, arguments):
 
 def logits_of(step, cache, forced, arguments):
     """Logits of every token of `forced`, each as the first after what `cache` holds: ``[tokens, vocabulary]``."""
-    outs, device = [], cache.layers[0].device
-    arguments = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
-    for ids in forced.to(device).split(1, 1):
+    outs = []
+    for token in forced:
+        ids = torch.tensor([[token]], device=cache.layers[0].device)
         with torch.no_grad():
-            out = step(**arguments | {"input_ids": ids.clone(), _CACHE_ARGUMENT: cache})
+            out = step(**arguments | {"input_ids": ids, _CACHE_ARGUMENT: cache})
         outs.append(out.logits[0, -1].double().cpu())
         cache.crop(-1)
     return torch.stack(outs)
