@@ -48,6 +48,8 @@ def kvquant(
         options: Fields of :class:`kvpass.KVQuantConfig` (``format`` applies to a transformers ``StaticCache``; a
             :class:`kvpass.QuantizedCache` brings its own), ``mode``, and options of Inductor.
 
+    A graph that writes or reads a quantized cache is an inference graph: what it returns carries no gradient.
+
     Raises:
         ValueError: An unknown option or value.
         NotFusedError: With ``strict``, an attention that reads a cache was not fused; the message says which and why.
@@ -66,17 +68,20 @@ def kvquant(
     if first_use or born:
         # This graph runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
         patches["triton.cudagraphs"] = False
-    compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs, config), mode, patches)
-    if not pairs and not born:
+    uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes)
+    with torch.no_grad() if uses_cache else nullcontext():
+        compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs, config), mode, patches)
+    if not uses_cache:
         return compiled
 
     def select(args: Sequence[Any]) -> list[Any]:
         return [args[i.position] if i.field is None else getattr(args[i.position].buffers, i.field) for i in inputs]
 
+    @torch.no_grad()
     def run(*args: Any) -> Any:
         for pair in pairs:
             quantize_pair(args[pair.key], args[pair.value], config)
-        outputs = compiled(*select(args))
+        outputs = compiled(*(select(args) if pairs else args))
         for index in born:
             torch._dynamo.mark_static_address(outputs[index])
         return outputs

@@ -33,17 +33,19 @@ class QuantizedCache(Cache):
         ValueError: An unknown format, a ``max_cache_len`` below 1, or a head_dim that the format cannot hold.
         NotImplementedError: A layer type or an attention implementation that is not supported.
 
+    For inference: stored tokens carry no gradient.
+
     The buffers are allocated by the first ``update``, or by ``early_initialization``. Their addresses never change
     afterwards except in ``batch_repeat_interleave`` and ``batch_select_indices``, which change their size.
     """
 
     def __init__(self, config: PreTrainedConfig, format: ConfigLike = "fp8_e4m3", max_cache_len: int = 4096) -> None:
-        self.config = KVQuantConfig.of(format)
+        self.quantization = KVQuantConfig.of(format)
         if max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len}; it must be at least 1")
         text_config = config.get_text_config(decoder=True)
-        lengths, count = _Lengths(), _count_layers(text_config, self.config)
-        super().__init__(layers=[QuantizedLayer(self.config, max_cache_len, lengths) for _ in range(count)])
+        lengths, count = _Lengths(), _count_layers(text_config, self.quantization)
+        super().__init__(layers=[QuantizedLayer(self.quantization, max_cache_len, lengths) for _ in range(count)])
 
     @property
     def max_cache_len(self) -> int:

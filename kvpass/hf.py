@@ -11,7 +11,7 @@ import importlib.metadata
 import types
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from packaging.version import Version
@@ -158,28 +158,37 @@ class _State:
         del cache  # its memory is free before the new one is allocated
         return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // _SLOT_STEP) * _SLOT_STEP)
 
-    def finished(self, cache: QuantizedCache, returned: bool) -> None:
-        """Note what a ``generate`` did, and keep its cache unless the caller has it."""
+    def finished(self, cache: QuantizedCache, is_ours: bool) -> None:
+        """Note what a ``generate`` did, and keep its cache if nobody else does."""
         self.cache_bytes, self.cache_slots = cache.nbytes, cache.max_cache_len * cache.batch_size
         self.eager_reads = cache.eager_reads
-        if not returned:
+        if is_ours:
             self.spare = cache
 
 
-# Caches taken by the `generate` that is running in this thread, and whether its caller gets each back.
-_taken: ContextVar[list[tuple[QuantizedCache, bool]]] = ContextVar("_taken")
+class _Use(NamedTuple):
+    """A cache that the `generate` running in this thread uses, and whether nobody else keeps it."""
+
+    cache: Cache
+    is_ours: bool
+
+
+_used: ContextVar[list[_Use]] = ContextVar("_used")
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    taken: list[tuple[QuantizedCache, bool]] = []
-    token = _taken.set(taken)
+    used: list[_Use] = []
+    token = _used.set(used)
     try:
-        return type(self).generate(self, *args, **kwargs)
+        result = type(self).generate(self, *args, **kwargs)
     finally:
-        _taken.reset(token)
-        for cache, returned in taken:
-            if cache.is_initialized:
-                self._kvpass.finished(cache, returned)
+        _used.reset(token)
+        for cache, is_ours in used:
+            if isinstance(cache, QuantizedCache) and cache.is_initialized:
+                self._kvpass.finished(cache, is_ours)
+    for cache, _ in used:
+        _check_fitted(cache)
+    return result
 
 
 def _prepare_cache_for_generation(
@@ -197,24 +206,25 @@ def _prepare_cache_for_generation(
     config: KVQuantConfig = self._kvpass.config
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     cache = model_kwargs.get(_CACHE_ARGUMENT)
-    if cache is not None:
-        _check_given(cache, rows, max_cache_length)
-    elif generation_config.cache_implementation is not None:
-        raise ValueError(
-            f"cache_implementation={generation_config.cache_implementation!r} was asked for, but kvpass is enabled on "
-            "this model and provides the cache; leave it out, or call kvpass.disable(model)"
-        )
-    elif generation_config.use_cache is not False:
+    if cache is None and generation_config.use_cache is not False:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} was asked for, but kvpass is "
+                "enabled on this model and provides the cache; leave it out, or call kvpass.disable(model)"
+            )
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
-        _taken.get().append((cache, bool(generation_config.return_dict_in_generate)))
+        _used.get().append(_Use(cache, is_ours=not generation_config.return_dict_in_generate))
         model_kwargs[_CACHE_ARGUMENT] = cache
-    if isinstance(cache, (QuantizedCache, StaticCache)):
-        generation_config.compile_config = _compile_config(generation_config.compile_config, config)
-    if cache is None or not any(cache is taken for taken, _ in _taken.get()):
+    else:
+        if cache is not None:
+            _check_given(cache, rows, max_cache_length)
+            _used.get().append(_Use(cache, is_ours=False))
         type(self)._prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+    if cache is not None:
+        generation_config.compile_config = _compile_config(generation_config.compile_config, config)
 
 
 def _check_given(cache: Cache, rows: int, slots: int) -> None:
@@ -232,6 +242,18 @@ def _check_given(cache: Cache, rows: int, slots: int) -> None:
     if cache.is_initialized and cache.batch_size != rows:
         raise ValueError(
             f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}"
+        )
+
+
+def _check_fitted(cache: Cache) -> None:
+    """Raise if a compiled decode step ran over the end of ``cache``: the caller passed only the new tokens of a
+    conversation, so that what the cache needed could not be known before."""
+    if not isinstance(cache, QuantizedCache) or not cache.is_initialized:
+        return
+    if (stored := int(cache.get_seq_length())) > cache.max_cache_len:
+        raise RuntimeError(
+            f"the cache that was passed has {cache.max_cache_len} slots, and {stored} tokens were generated into it: "
+            f"the tokens after the first {cache.max_cache_len} are meaningless. Make it with max_cache_len={stored}"
         )
 
 

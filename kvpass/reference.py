@@ -10,6 +10,7 @@ that e8m0 scales reach far enough for it to read back as one.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 
 from kvpass.formats import CODECS, SCALE_ORDER, SCALE_TILE, KVBuffers, KVFormat
 
@@ -48,7 +49,7 @@ def quantize(
         codes = (x / factor).clamp(-limit, limit).to(_FLOAT8[fmt.codec]).view(torch.uint8)
         return torch.where(x.isnan(), FLOAT8_NAN, codes), None
 
-    blocks = x.unflatten(-1, (-1, fmt.block))
+    blocks = rearrange(x, "... (blocks values) -> ... blocks values", values=fmt.block)
     amax = blocks.abs().amax(-1)  # NaN if any value is
     if fmt.block_scale == "e4m3":
         # NVFP4: sf = e4m3(amax / 6 / global); a block scale of zero makes every code of its block zero.
@@ -80,7 +81,8 @@ def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.T
 def scale_rows(block_scale: torch.Tensor, length: int) -> torch.Tensor:
     """Tiled block scales as ``[batch, kv_heads, length, head_dim // block]``: one row a token."""
     order = torch.tensor(SCALE_ORDER, device=block_scale.device)
-    return block_scale[..., order].transpose(-1, -2).flatten(2, 3)[:, :, :length]
+    rows = rearrange(block_scale[..., order], "batch kv tiles blocks slots -> batch kv (tiles slots) blocks")
+    return rows[:, :, :length]
 
 
 def to_interchange(buffers: KVBuffers, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,12 +133,12 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
         value = codes.view(_FLOAT8[fmt.codec]).float()
     else:
         assert block_scale is not None
-        nibbles = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+        nibbles = rearrange([codes & 0xF, codes >> 4], "two ... bytes -> ... (bytes two)")
         magnitude = torch.tensor(E2M1_VALUES, device=codes.device)[(nibbles & 7).long()]
         value = torch.where(nibbles >= 8, -magnitude, magnitude)
         bits = scale_rows(block_scale, codes.shape[2])
         per_block = bits.view(torch.float8_e4m3fn).float() if fmt.block_scale == "e4m3" else _decode_e8m0(bits)
-        value = (value.unflatten(-1, (-1, fmt.block)) * per_block.unsqueeze(-1)).flatten(-2)
+        value = value * per_block.repeat_interleave(fmt.block, dim=-1)
     if fmt.tensor_scale:
         value = value * _per_head(scale)
     return value.to(dtype)
@@ -171,17 +173,19 @@ def attention(
     kv_heads, compute = key.shape[1], torch.promote_types(query.dtype, torch.float32)
     end = int(positions[-1]) + 1
     key, value = key[:, :, :end].to(compute), value[:, :, :end].to(compute)
-    grouped = query.to(compute).unflatten(1, (kv_heads, heads // kv_heads))
-    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * scale
+    grouped = rearrange(query.to(compute), "batch (kv group) length dim -> batch kv group length dim", kv=kv_heads)
+    scores = grouped @ rearrange(key, "batch kv slots dim -> batch kv 1 dim slots") * scale
     if mask is not None:
-        visible = mask[..., :end].expand(batch, heads, length, end).unflatten(1, (kv_heads, heads // kv_heads))
+        visible = mask[..., :end].expand(batch, heads, length, end)
+        visible = rearrange(visible, "batch (kv group) length slots -> batch kv group length slots", kv=kv_heads)
         scores = scores.masked_fill(~visible, -torch.inf) if visible.dtype == torch.bool else scores + visible
     if is_causal:
         slots = torch.arange(end, device=query.device)
         scores = scores.masked_fill(slots > positions[:, None], -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
     probabilities = torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0)
-    return (probabilities @ value.unsqueeze(2)).flatten(1, 2).to(query.dtype)
+    out = probabilities @ rearrange(value, "batch kv slots dim -> batch kv 1 slots dim")
+    return rearrange(out, "batch kv group length dim -> batch (kv group) length dim").to(query.dtype)
 
 
 def _per_head(scale: torch.Tensor | None) -> torch.Tensor:

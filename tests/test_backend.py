@@ -60,6 +60,19 @@ class TestQuantizedCache:
         prefill, decode = reports_for(list(model.parameters()))
         assert (prefill.count("exact"), decode.count("fused")) == (2, 2)
 
+    def test_outside_no_grad(self, tiny_llama, ids):
+        """As one writes it in a notebook: the graphs are for inference all the same."""
+        model = tiny_llama()
+        expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)
+        step, cache = (
+            torch.compile(model, backend="kvquant"),
+            QuantizedCache(model.config, "nvfp4", max_cache_len=32),
+        )
+        outs = [step(ids[:, :9], past_key_values=cache).logits[:, -1:]]
+        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9, 16)]
+        close(torch.cat(outs, 1), expected)
+        assert not outs[-1].requires_grad and graphs() == 2
+
     def test_model_compile_in_place(self, tiny_llama, ids):
         model = tiny_llama()
         expected = run(model, QuantizedCache(model.config, "nvfp4", max_cache_len=32), ids)

@@ -299,6 +299,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="the batch has 2 rows, but the cache that was passed was allocated for 1"):
             generate(model, prompt, past_key_values=cache)
 
+    def test_new_tokens_alone_that_run_over_the_callers_cache(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=24)
+        generate(model, prompt, past_key_values=cache)
+        with pytest.raises((RuntimeError, ValueError), match="does not fit|do not fit|are meaningless"):
+            generate(model, prompt[:, :3], tokens=6, past_key_values=cache, attention_mask=torch.ones(2, 23))
+
     def test_strict_stops_an_unfused_decode(self, tiny_llama, prompt):
         model = tiny_llama(attn_implementation="eager")
         kvpass.enable(model, {"format": "nvfp4", "strict": True})
