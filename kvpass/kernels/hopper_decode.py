@@ -851,7 +851,7 @@ def supports(
     return (
         supports_device(query.device)
         or supports_shapes(query, key_codes.shape[1], value_dim, mask, scale, key, value)
-        or _supports_memory(query, key_codes, key_block_scale, value_codes, value_block_scale)
+        or _supports_memory(query, mask, key_codes, key_block_scale, value_codes, value_block_scale)
     )
 
 
@@ -895,10 +895,14 @@ def supports_shapes(
     return None
 
 
-def _supports_memory(query: torch.Tensor, *buffers: torch.Tensor | None) -> str | None:
+def _supports_memory(
+    query: torch.Tensor, mask: torch.Tensor | None, key_codes: torch.Tensor, *others: torch.Tensor | None
+) -> str | None:
+    if mask is not None and mask.shape[3] < key_codes.shape[2]:
+        return f"the mask covers {mask.shape[3]} slots of {key_codes.shape[2]}"
     if query.stride(-1) != 1:
         return "head_dim of the query is not contiguous"
-    if not all(b is None or (b.is_contiguous() and b.data_ptr() % 16 == 0) for b in buffers):
+    if not all(b is None or (b.is_contiguous() and b.data_ptr() % 16 == 0) for b in (key_codes, *others)):
         return "a cache buffer is not contiguous or not aligned to 16 bytes"
     return None
 
