@@ -15,7 +15,7 @@ format:  ## What check asks for, where it can be done by machine
 	ruff format
 
 test:  ## Everything that runs without a GPU
-	pytest -m "not gpu" $(ARGS)
+	pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
 test-gpu:  ## What needs a CUDA GPU
 	pytest -m gpu $(ARGS)

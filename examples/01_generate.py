@@ -22,14 +22,12 @@ PROMPT = "Explain in three sentences why the sky is blue."
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id or folder of a causal LM; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--formats", nargs="+", default=list(kvpass.format_names()), metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=list(kvpass.format_names()), choices=kvpass.format_names())
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="at least 2: the first comes from the prefill")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
-    for name in arguments.formats:
-        kvpass.get_format(name)  # a typo is told before anything is downloaded
 
     model, tokenizer = smollm2.load(arguments.model, device=arguments.device)
     chat = [{"role": "user", "content": arguments.prompt}]
@@ -53,7 +51,7 @@ def main() -> None:
         print(f" {first:.1f} s with the first answer", file=sys.stderr)
         text, seconds = text_and_seconds()
         report = kvpass.report(model)
-        layers = len(report.graphs[-1].sites)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
         print(
             f"{name}: {report.cache_bytes // report.cache_slots:,} bytes per token, cache {report.cache_bytes:,} bytes "
             f"for {report.cache_slots} tokens, {report.fused} of {layers} layers fused ({seconds:.1f} s)\n    {text}\n"

@@ -7,7 +7,7 @@ Needs no download: the model is a small Llama with random weights.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from torch import fx
@@ -39,7 +39,9 @@ def around_the_attention(graph: fx.Graph) -> str:
 
 def main() -> None:
     logging.set_verbosity_error()
-    name = sys.argv[1] if len(sys.argv) > 1 else "nvfp4"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("format", nargs="?", default="nvfp4", choices=kvpass.format_names())
+    name = parser.parse_args().format
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(CONFIG).to(device, torch.bfloat16).eval()
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=64)

@@ -10,6 +10,7 @@ The first prefill is exact: it attends to the K and V it just computed, and thei
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ class QuantizedCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, format: ConfigLike = "fp8_e4m3", max_cache_len: int = 4096) -> None:
         self.quantization = KVQuantConfig.of(format)
-        if max_cache_len < 1:
-            raise ValueError(f"max_cache_len is {max_cache_len}; it must be at least 1")
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"expected the model's configuration (model.config), got {type(config).__name__}")
+        if not isinstance(max_cache_len, int) or max_cache_len < 1:
+            raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a whole number of at least 1")
         text_config = config.get_text_config(decoder=True)
         lengths, count = _Lengths(), _count_layers(text_config, self.quantization)
         super().__init__(layers=[QuantizedLayer(self.quantization, max_cache_len, lengths) for _ in range(count)])
@@ -51,6 +54,11 @@ class QuantizedCache(Cache):
     def max_cache_len(self) -> int:
         """Slots per sequence."""
         return self._layers[0].max_cache_len
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first layer's buffers; None before initialization."""
+        return self._layers[0].device if self._layers[0].is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -94,10 +102,11 @@ class QuantizedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
-        self.key = self.key_format.allocate_like(key_states, self.max_cache_len)
-        self.value = self.value_format.allocate_like(value_states, self.max_cache_len)
+        with _outside_inference_mode():
+            self.key = self.key_format.allocate_like(key_states, self.max_cache_len)
+            self.value = self.value_format.allocate_like(value_states, self.max_cache_len)
+            self.last_position, self.leads = self._lengths.join(key_states.device)
         self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
-        self.last_position, self.leads = self._lengths.join(self.device)
         self._mark_static()
         self.is_initialized = True
 
@@ -118,11 +127,8 @@ class QuantizedLayer(CacheLayerMixin):
                 for. Nothing is overwritten then.
         """
         length = key_states.shape[-2]
-        if self.is_initialized and key_states.shape[0] != self.batch_size:
-            raise ValueError(
-                f"got a batch of {key_states.shape[0]}, but the cache was allocated for a batch of {self.batch_size}; "
-                "make a new QuantizedCache for another batch size"
-            )
+        if self.is_initialized:
+            self._check_rows(key_states, value_states)
         if not self.is_initialized:
             self._check_room(length, 0)
             self.lazy_initialization(key_states, value_states)
@@ -220,6 +226,23 @@ class QuantizedLayer(CacheLayerMixin):
 
     prefetch = offload
 
+    def _check_rows(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"got a batch of {key_states.shape[0]}, but the cache was allocated for a batch of {self.batch_size}; "
+                "make a new QuantizedCache for another batch size"
+            )
+        for name, x, buffers, fmt in (
+            ("K", key_states, self.key, self.key_format),
+            ("V", value_states, self.value, self.value_format),
+        ):
+            kv_heads, head_dim = buffers.codes.shape[1], fmt.head_dim(buffers.codes.shape[3])
+            if x.shape[1] != kv_heads or x.shape[3] != head_dim:
+                raise ValueError(
+                    f"got {name} with {x.shape[1]} heads of {x.shape[3]}, but the cache was allocated for {kv_heads} "
+                    f"heads of {head_dim}; it belongs to another model"
+                )
+
     def _check_room(self, length: int, stored: int) -> None:
         if stored + length > self.max_cache_len:
             raise ValueError(
@@ -243,7 +266,8 @@ class QuantizedLayer(CacheLayerMixin):
             block_scale = None if buffers.block_scale is None else change(buffers.block_scale)
             return KVBuffers(change(buffers.codes), block_scale, buffers.scale)
 
-        self.key, self.value = changed(self.key), changed(self.value)
+        with _outside_inference_mode():
+            self.key, self.value = changed(self.key), changed(self.value)
         self.batch_size = self.key.codes.shape[0]
         self._mark_static()
 
@@ -252,6 +276,11 @@ class QuantizedLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             for tensor in (*self.key.tensors(), *self.value.tensors(), self.last_position):
                 torch._dynamo.mark_static_address(tensor)
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    """For allocations that outlive ``torch.inference_mode``: its tensors could not be written outside it."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 class _Lengths:

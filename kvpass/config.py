@@ -33,9 +33,8 @@ class KVQuantConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in (self.format, self.key_format, self.value_format):
-            if name is not None:
-                get_format(name)
+        for name in (self.format, self.key_format or self.format, self.value_format or self.format):
+            get_format(name)
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict is {self.strict!r}; allowed: True, False")
 
@@ -55,6 +54,8 @@ class KVQuantConfig:
         if isinstance(config, KVQuantConfig):
             return config
         if isinstance(config, str):
+            if config.endswith((".json", ".yaml", ".yml")):
+                raise ValueError(f"{config!r} is a file; read it with kvpass.KVQuantConfig.from_file({config!r})")
             return cls(format=config)
         if isinstance(config, Mapping):
             return cls.from_dict(config)

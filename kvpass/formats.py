@@ -75,6 +75,8 @@ class KVFormat:
     tensor_scale: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a format's name is {self.name!r}; it must be a non-empty string")
         if self.codec not in CODECS:
             raise ValueError(f"format {self.name!r}: unknown codec {self.codec!r}; known: {', '.join(CODECS)}")
         if self.block_scale not in ("none", "e4m3", "e8m0"):
@@ -190,6 +192,8 @@ def register_format(fmt: KVFormat) -> KVFormat:
     Registering an equal row again is allowed; another row under a known name raises ``ValueError``, because caches
     and compiled graphs that exist refer to it.
     """
+    if not isinstance(fmt, KVFormat):
+        raise TypeError(f"expected a KVFormat, got {type(fmt).__name__}")
     known = _REGISTRY.setdefault(fmt.name, fmt)
     if known != fmt:
         raise ValueError(f"format {fmt.name!r} is registered already, as {known}")

@@ -7,8 +7,8 @@ This is the only module that touches what is private in transformers: the two me
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
-import types
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -19,8 +19,8 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
-from kvpass.backend import forget_reports, reports_for
-from kvpass.cache import QuantizedCache
+from kvpass.backend import NotFusedError, forget_reports, reports_for
+from kvpass.cache import QuantizedCache, check_attention
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.fx_passes.report import GraphReport
 
@@ -33,8 +33,8 @@ for _name, _least in _MINIMUM.items():
 _CACHE_ARGUMENT = (
     "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
 )
-# Caches are allocated in steps of this many slots, so that a slightly longer prompt finds the last cache large enough.
-_SLOT_STEP = 128
+# What `enable` overrides on a model, by the functions below that do it.
+_OVERRIDES = ("generate", "get_compiled_call", "_prepare_cache_for_generation")
 
 
 def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
@@ -59,20 +59,17 @@ def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
     QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # every error that can be known now
     disable(model)
-    vars(model)["_kvpass"] = _State(config)
-    for name, method in (
-        ("generate", _generate),
-        ("get_compiled_call", _get_compiled_call),
-        ("_prepare_cache_for_generation", _prepare_cache_for_generation),
-    ):
-        setattr(model, name, types.MethodType(method, model))
+    vars(model)["_kvpass"] = _State(config, {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)})
+    for name in _OVERRIDES:
+        setattr(model, name, functools.partial(_call, model, name))
 
 
 def disable(model: nn.Module) -> None:
     """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled."""
-    if "_kvpass" in vars(model):
-        for name in ("_kvpass", "generate", "get_compiled_call", "_prepare_cache_for_generation"):
+    if state := vars(model).pop("_kvpass", None):
+        for name in _OVERRIDES:
             delattr(model, name)
+        vars(model).update(state.replaced)
     forget_reports(list(model.parameters()))
 
 
@@ -119,14 +116,17 @@ class ModelReport:
         if self.eager_reads:
             lines.append(
                 f"the last generate read a layer's cache {self.eager_reads:,} times outside a compiled graph: decoded "
-                "in full, not fused (a second prompt in the same cache and beam search do that)"
+                "in full, not fused (transformers does that in beam search, with disable_compile=True, and for a "
+                "prompt that goes on in a cache)"
             )
         lines += [str(graph) for graph in self.graphs]
-        if not self.graphs:
+        if not self.graphs and self.config:
+            lines.append("no decode step was compiled with kvquant yet")
+        elif not self.graphs:
             lines.append(
                 "no graph was compiled with kvquant yet. torch.compile(model, backend='kvquant').generate(...) does "
                 "not compile: write kvpass.enable(model, format) and model.generate(...), or call the compiled model "
-                "itself"
+                "itself. transformers compiles no generate(..., compile_config=...) on a CPU"
             )
         return "\n".join(lines)
 
@@ -136,8 +136,9 @@ class _State:
     """What :func:`enable` keeps on a model."""
 
     config: KVQuantConfig
+    replaced: dict[str, Any] = field(default_factory=dict)  # attributes of the model that were in the place of ours
     spare: QuantizedCache | None = None
-    compiled: list[tuple[CompileConfig, Any]] = field(default_factory=list)
+    compiled: list[tuple[object, Any]] = field(default_factory=list)
     cache_bytes: int = 0
     cache_slots: int = 0
     eager_reads: int = 0
@@ -153,10 +154,14 @@ class _State:
         its addresses, and what was compiled and recorded for them, are used again."""
         cache, self.spare = self.spare, None
         if cache is not None and cache.batch_size == batch_size and cache.max_cache_len >= slots:
-            cache.reset()  # type: ignore[no-untyped-call]
-            return cache
+            if cache.device == model.device:
+                cache.reset()  # type: ignore[no-untyped-call]
+                return cache
         del cache  # its memory is free before the new one is allocated
-        return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // _SLOT_STEP) * _SLOT_STEP)
+        # At most an eighth more than asked for, in steps that grow: a slightly longer prompt finds the last cache large
+        # enough, and a conversation that grows and grows needs few sizes.
+        step = max(128, 1 << max(0, slots.bit_length() - 4))
+        return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // step) * step)
 
     def finished(self, cache: QuantizedCache, is_ours: bool) -> None:
         """Note what a ``generate`` did, and keep its cache if nobody else does."""
@@ -167,27 +172,41 @@ class _State:
 
 
 class _Use(NamedTuple):
-    """A cache that the `generate` running in this thread uses, and whether nobody else keeps it."""
+    """A cache that the `generate` running in this thread uses, rows of its batch, and whether nobody else keeps it."""
 
     cache: Cache
+    rows: int
     is_ours: bool
 
 
 _used: ContextVar[list[_Use]] = ContextVar("_used")
 
 
+def _call(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """The override of ``name``. A model gets a partial of this, which can be copied and pickled with it."""
+    return globals()[f"_{name.removeprefix('_')}"](model, *args, **kwargs)
+
+
+def _original(self: Any, name: str) -> Any:
+    return self._kvpass.replaced.get(name) or functools.partial(getattr(type(self), name), self)
+
+
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: _State = self._kvpass
+    state.cache_bytes = state.cache_slots = state.eager_reads = 0
     used: list[_Use] = []
     token = _used.set(used)
     try:
-        result = type(self).generate(self, *args, **kwargs)
+        result = _original(self, "generate")(*args, **kwargs)
     finally:
         _used.reset(token)
-        for cache, is_ours in used:
+        for cache, _, is_ours in used:
             if isinstance(cache, QuantizedCache) and cache.is_initialized:
-                self._kvpass.finished(cache, is_ours)
-    for cache, _ in used:
+                state.finished(cache, is_ours)
+    for cache, *_ in used:
         _check_fitted(cache)
+    if state.config.strict and state.eager_reads:
+        raise NotFusedError(f"with strict=True, generate must decode through the compiled graph.\n{report(self)}")
     return result
 
 
@@ -204,6 +223,15 @@ def _prepare_cache_for_generation(
     ``generation_config`` is the copy that ``generate`` made for this call.
     """
     config: KVQuantConfig = self._kvpass.config
+    check_attention(self.config.get_text_config(decoder=True))
+    if config.strict and (generation_config.num_beams > 1 or generation_config.disable_compile):
+        what = "beam search" if generation_config.num_beams > 1 else "disable_compile=True"
+        raise NotFusedError(f"transformers does not compile decoding with {what}; strict=True asks for fused attention")
+    if getattr(generation_config, "is_assistant", False):
+        raise NotImplementedError(
+            "kvpass is enabled on the assistant model, whose cache transformers keeps over calls that grow; call "
+            "kvpass.disable(assistant_model). The main model can stay enabled"
+        )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     cache = model_kwargs.get(_CACHE_ARGUMENT)
     if cache is None and generation_config.use_cache is not False:
@@ -214,25 +242,29 @@ def _prepare_cache_for_generation(
             )
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
-        _used.get().append(_Use(cache, is_ours=not generation_config.return_dict_in_generate))
+        _used.get().append(_Use(cache, rows, is_ours=not generation_config.return_dict_in_generate))
         model_kwargs[_CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
-            _check_given(cache, rows, max_cache_length)
-            _used.get().append(_Use(cache, is_ours=False))
-        type(self)._prepare_cache_for_generation(
-            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True).num_hidden_layers)
+            _used.get().append(_Use(cache, rows, is_ours=False))
+        _original(self, "_prepare_cache_for_generation")(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
     if cache is not None:
         generation_config.compile_config = _compile_config(generation_config.compile_config, config)
 
 
-def _check_given(cache: Cache, rows: int, slots: int) -> None:
+def _check_given(cache: Cache, rows: int, slots: int, layers: int) -> None:
     """Refuse a cache of the caller's that is not quantized or too small, before anything is written into it."""
     if not isinstance(cache, (QuantizedCache, StaticCache)):
         raise ValueError(
             f"kvpass is enabled on this model, and a {type(cache).__name__} was passed, which would not be quantized; "
             "pass a kvpass.QuantizedCache or no cache, or call kvpass.disable(model)"
+        )
+    if len(cache) != layers:
+        raise ValueError(
+            f"the cache that was passed has {len(cache)} layers, the model {layers}; it is another model's"
         )
     if slots > cache.get_max_length():
         raise ValueError(
@@ -273,15 +305,22 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
 
 
 def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
-    """The compiled forward of this model and no other: Dynamo caches by code object, and counts recompiles by it."""
+    """The compiled forward of this model for the shape of the cache in use.
+
+    Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object. So each model, configuration and
+    shape has its own; a new shape never ends in eager decoding because eight others came before it.
+    """
+    used = _used.get([])
+    shape = (type(used[-1].cache), used[-1].rows, used[-1].cache.get_max_length()) if used else None
+    key = (compile_config, shape)
     for known, compiled in self._kvpass.compiled:
-        if known == compile_config:
+        if known == key:
             return compiled
 
     def decode_step(*args: Any, **kwargs: Any) -> Any:
         return type(self).__call__(self, *args, **kwargs)
 
-    decode_step.__code__ = decode_step.__code__.replace(co_name=f"decode_step_{id(self._kvpass)}")
+    decode_step.__code__ = decode_step.__code__.replace(co_name=f"decode_step_{len(self._kvpass.compiled)}")
     compiled = torch.compile(decode_step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
-    self._kvpass.compiled.append((compile_config, compiled))
+    self._kvpass.compiled.append((key, compiled))
     return compiled

@@ -125,6 +125,8 @@ def attention(
     """
     _check_fits(positions, key_codes)
     end = int(positions[-1]) + 1
+    if mask is not None and mask.shape[-1] < end:
+        raise ValueError(f"the mask covers {mask.shape[-1]} slots, but the newest token is in slot {end - 1}")
     key = reference.dequantize(KVBuffers(key_codes, key_block_scale, key_scale).first(end), get_format(key_format))
     value = reference.dequantize(
         KVBuffers(value_codes, value_block_scale, value_scale).first(end), get_format(value_format)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from kvpass import ops, reference
 from kvpass.config import KVQuantConfig
@@ -75,41 +76,82 @@ def quantize_pair(key: Tensor, value: Tensor, config: KVQuantConfig) -> None:
     for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
         for buffer in buffers.tensors():
             torch._dynamo.mark_static_address(buffer)
-        tensor.untyped_storage().resize_(0)
+        tensor.data = _hollow(tensor)
         tensor.__class__ = ReleasedBuffer
         tensor.buffers, tensor.format = buffers, fmt.name  # type: ignore[attr-defined]
 
 
+def _hollow(tensor: Tensor) -> Tensor:
+    """A tensor like ``tensor`` whose storage has no bytes. What ``tensor`` had is freed with its last user, so that a
+    view of it that somebody still holds stays valid."""
+    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow
+
+
+class _DecodedView(Tensor):
+    """A view of what a released buffer decodes to: reads are reads, but a write would be lost, so it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _writes_to(func, args, kwargs or {}, _DecodedView):
+            raise RuntimeError(
+                f"{_name(func)} on a view of a StaticCache buffer that the kvquant backend has quantized: the write "
+                "would be lost. Write whole tokens with index_copy_ along dimension 2 of the buffer itself"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return _as_view(result, [a for a in args if isinstance(a, _DecodedView)])
+
+
 def _eager(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What eager code asks of a released buffer: erase, write tokens, or read it decoded."""
-    name = getattr(func, "__name__", str(func))
     target = args[0] if args and isinstance(args[0], ReleasedBuffer) else None
-    if target is not None and name == "zero_":
+    if target is not None and _name(func) == "zero_":
         for buffer in (target.buffers.codes, target.buffers.block_scale):
             if buffer is not None:
                 buffer.zero_()
         return target
-    if target is not None and name == "index_copy_" and len(args) == 4 and args[1] == 2:
+    if target is not None and _name(func) == "index_copy_" and len(args) == 4 and args[1] == 2:
         reference.write(target.buffers, get_format(target.format), args[3], args[2])
         return target
-    writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "set_data")
-    if writes or kwargs.get("out") is not None:
+    if _writes_to(func, args, kwargs, ReleasedBuffer) or _name(func) == "data_ptr":
         raise RuntimeError(
-            f"{name} on a StaticCache buffer that the kvquant backend has quantized to {_format_of(args)}: its bf16 "
-            "storage is released. Supported are index_copy_ along dimension 2, zero_, and reads; make a new cache for "
-            "anything else"
+            f"{_name(func)} on a StaticCache buffer that the kvquant backend has quantized to {_format_of(args)}: its "
+            "bf16 storage is released. Supported are index_copy_ along dimension 2, zero_, and reads; make a new cache "
+            "for anything else"
         )
-    return func(*_decoded(args), **_decoded(kwargs))
+    decoded: list[Tensor] = []
 
-
-def _decoded(tree: Any) -> Any:
-    def leaf(x: Any) -> Any:
+    def decode(x: Any) -> Any:
         if not isinstance(x, ReleasedBuffer):
             return x
         last = torch.full((1,), x.shape[2] - 1, device=x.device)
-        return ops.dequantize(*x.buffers, last, x.format, x.dtype)
+        decoded.append(ops.dequantize(*x.buffers, last, x.format, x.dtype))
+        return decoded[-1]
 
-    return torch.utils._pytree.tree_map(leaf, tree)
+    result = func(*tree_map(decode, args), **tree_map(decode, kwargs))
+    return _as_view(result, decoded)
+
+
+def _writes_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Tensor]) -> bool:
+    """Whether ``func`` changes a tensor of ``kind`` in place: its first argument, or ``out``."""
+    name = _name(func)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__iadd__")
+    in_place = in_place or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return (in_place and bool(args) and isinstance(args[0], kind)) or isinstance(kwargs.get("out"), kind)
+
+
+def _as_view(result: Any, sources: list[Tensor]) -> Any:
+    """``result``, read-only where it shares memory with one of ``sources``."""
+    storages = {source.untyped_storage().data_ptr() for source in sources}
+    if isinstance(result, Tensor) and result.numel() and result.untyped_storage().data_ptr() in storages:
+        return result.as_subclass(_DecodedView)
+    return result
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
 
 
 def _format_of(args: tuple[Any, ...]) -> str:

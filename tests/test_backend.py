@@ -138,8 +138,31 @@ class TestStaticCache:
         for write in (lambda: keys.mul_(2), lambda: keys.__setitem__(0, 1.0), lambda: torch.add(keys, 1, out=keys)):
             with pytest.raises(RuntimeError, match="quantized to nvfp4: its bf16 storage is released"):
                 write()
+        with pytest.raises(RuntimeError, match="data_ptr on a StaticCache buffer"):
+            keys.data_ptr()
+        for write in (lambda: keys[:, :, :5].zero_(), lambda: keys[0][1].copy_(keys[0][0]), lambda: keys.data.zero_()):
+            with pytest.raises(RuntimeError, match="the write would be lost"):
+                write()
+        copy = torch.zeros(keys.shape)
+        assert torch.equal(copy.copy_(keys), keys[:])  # reads into something else are reads
         with pytest.raises(ValueError, match="stored as nvfp4, and fp8_e4m3 is asked for"):
             run(torch.compile(model, backend="kvquant"), cache, ids[:, :3], start=1)
+
+    def test_views_taken_before_the_release_stay_valid(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            model(ids[:, :9], past_key_values=cache)
+        views = [cache.layers[0].keys[:, :, :9], cache.layers[0].keys.detach()]
+        before = [view.clone() for view in views]
+        run(self.step(model), cache, ids[:, 8:12], start=1)
+        assert isinstance(cache.layers[0].keys, ReleasedBuffer)
+        assert all(map(torch.equal, views, before))
+
+    def test_prefill_compiled_in_an_uninitialized_cache_under_strict(self, tiny_llama, ids):
+        model = tiny_llama()
+        run(self.step(model, strict=True), StaticCache(config=model.config, max_cache_len=32), ids)
+        assert [report.count("not fused") for report in reports_for(list(model.parameters()))] == [0, 0, 0]
 
     def test_another_backend_never_reads_released_memory(self, tiny_llama, ids):
         model = tiny_llama()

@@ -195,6 +195,13 @@ class TestErrorsComeBeforeAnythingIsOverwritten:
         with pytest.raises(ValueError, match="24 tokens do not fit: the cache holds 0 of at most 10"):
             logits(model, QuantizedCache(model.config, "nvfp4", max_cache_len=10), ids)
 
+    def test_another_model(self, tiny_llama, ids):
+        model, other = tiny_llama(), tiny_llama(num_key_value_heads=1)
+        cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+        logits(model, cache, ids[:, :9])
+        message = "got K with 1 heads of 64, but the cache was allocated for 2 heads of 64"
+        self.unchanged(cache, lambda: logits(other, cache, ids[:, :1]), ValueError, message)
+
     def test_another_batch(self, tiny_llama, ids):
         model = tiny_llama()
         cache = QuantizedCache(model.config, "nvfp4", max_cache_len=32)
@@ -208,7 +215,9 @@ class TestErrorsComeBeforeAnythingIsOverwritten:
     [
         (LlamaConfig(head_dim=72), {}, ValueError, "cannot hold head_dim 72: it must be a multiple of 16"),
         (LlamaConfig(), {"format": "fp7"}, ValueError, "unknown KV format 'fp7'; known: bf16"),
-        (LlamaConfig(), {"max_cache_len": 0}, ValueError, "max_cache_len is 0; it must be at least 1"),
+        (LlamaConfig(), {"max_cache_len": 0}, ValueError, "max_cache_len is 0; it must be a whole number"),
+        (LlamaConfig(), {"max_cache_len": 8.5}, ValueError, "max_cache_len is 8.5; it must be a whole number"),
+        ("llama", {}, TypeError, r"expected the model's configuration \(model.config\), got str"),
         (MistralConfig(sliding_window=16), {}, NotImplementedError, "layer 0 needs a StaticSlidingWindowLayer"),
         (MambaConfig(), {}, NotImplementedError, "mamba has no attention layers"),
         (T5Config(), {}, NotImplementedError, "encoder-decoder models are not supported"),

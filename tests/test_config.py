@@ -33,6 +33,8 @@ def test_file_round_trip(tmp_path, suffix):
         ("nvfp5", ValueError, "unknown KV format 'nvfp5'; known: bf16"),
         ({"format": "nvfp4", "key_fromat": "bf16"}, ValueError, r"'key_fromat'; known: .*Did you mean 'key_format'\?"),
         ({"value_format": "fp3"}, ValueError, "unknown KV format 'fp3'"),
+        ({"format": None}, ValueError, "unknown KV format None"),
+        ("kv.json", ValueError, r"'kv.json' is a file; read it with kvpass.KVQuantConfig.from_file"),
         ({"strict": "yes"}, ValueError, "strict is 'yes'; allowed: True, False"),
         (7, TypeError, "expected a format's name, a dictionary or a KVQuantConfig, got int"),
     ],

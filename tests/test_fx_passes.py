@@ -199,6 +199,19 @@ def test_a_static_buffer_that_something_else_reads_stays_as_it_is():
     assert isinstance(match, Rejected) and "the K buffer is also used by sum" in match.reason
 
 
+def test_a_decoded_cache_that_something_else_reads_too_is_reported():
+    class Reads(Attend):
+        def forward(self, q, k, v, layer, mask):
+            k, v = layer.update(k, v)
+            return SDPA(q, repeat_kv(k), repeat_kv(v), attn_mask=mask), k.sum()
+
+    q, k, v = tokens(1)
+    found = capture(Reads(), q, k, v, quantized_layer(), visible())
+    assert sorted(type(m).__name__ for m in found["matches"]) == ["Rejected", "Site"]
+    (rejected,) = [m for m in found["matches"] if isinstance(m, Rejected)]
+    assert rejected.reason == "the decoded cache is read by sum, not by SDPA"
+
+
 def test_a_decoded_cache_that_no_sdpa_reads_is_reported():
     class Eager(nn.Module):
         def forward(self, q, k, v, layer):

@@ -115,6 +115,51 @@ def test_a_copied_model_is_enabled_by_itself(tiny_llama, prompt):
     assert twin._kvpass is not None and kvpass.report(twin).fused == 2
 
 
+def test_pickling(tiny_llama, prompt, tmp_path):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    expected = generate(model, prompt)
+    torch.save(model, tmp_path / "model.pt")
+    kvpass.disable(model)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(generate(loaded, prompt), expected) and kvpass.report(loaded).fused == 2
+
+
+def test_an_instance_level_generate_is_called_and_put_back(tiny_llama, prompt):
+    model, calls = tiny_llama(), []
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = own
+    kvpass.enable(model, "nvfp4")
+    generate(model, prompt)
+    kvpass.disable(model)
+    assert model.generate is own and calls == [1]
+
+
+def test_inference_mode_and_plain_calls_alternate(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    with torch.inference_mode():
+        first = generate(model, prompt)
+    assert torch.equal(generate(model, prompt), first)
+    with torch.inference_mode():
+        assert torch.equal(generate(model, prompt), first)
+
+
+def test_many_shapes_stay_compiled(tiny_llama):
+    """More shapes than Dynamo's recompile limit for one function."""
+    model = tiny_llama(num_hidden_layers=1)
+    kvpass.enable(model, {"format": "nvfp4", "strict": True})
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in range(1, 5):
+            generate(model, torch.ones(rows, 3, dtype=torch.long), tokens=4)
+            assert kvpass.report(model).eager_reads == 0
+    assert counters["stats"]["unique_graphs"] == 4
+
+
 def test_left_padded_rows_get_what_they_get_alone(tiny_llama):
     model = tiny_llama()
     kvpass.enable(model, "nvfp4")
@@ -146,6 +191,13 @@ def test_a_longer_call_gets_a_larger_cache(tiny_llama, prompt):
     assert model._kvpass.spare.max_cache_len == 128
     assert torch.equal(generate(model, prompt, tokens=121), by_hand(model, prompt, "nvfp4", 121, 256))
     assert model._kvpass.spare.max_cache_len == 256
+
+
+@pytest.mark.parametrize(("slots", "allocated"), [(1, 128), (129, 256), (1100, 1152), (8193, 9216), (131072, 131072)])
+def test_how_much_is_allocated(tiny_llama, slots, allocated):
+    model = tiny_llama()
+    kvpass.enable(model, "nvfp4")
+    assert model._kvpass.take(model, 1, slots).max_cache_len == allocated
 
 
 def test_a_conversation_goes_on_in_the_callers_cache(tiny_llama, prompt):
@@ -306,6 +358,28 @@ class TestBadInput:
         generate(model, prompt, past_key_values=cache)
         with pytest.raises((RuntimeError, ValueError), match="does not fit|do not fit|are meaningless"):
             generate(model, prompt[:, :3], tokens=6, past_key_values=cache, attention_mask=torch.ones(2, 23))
+
+    @pytest.mark.parametrize("arguments", [{"num_beams": 2}, {"disable_compile": True}])
+    def test_strict_refuses_what_transformers_does_not_compile(self, tiny_llama, prompt, arguments):
+        model = tiny_llama()
+        kvpass.enable(model, {"format": "nvfp4", "strict": True})
+        with pytest.raises(kvpass.NotFusedError, match="does not compile decoding with"):
+            generate(model, prompt, **arguments)
+
+    def test_an_enabled_assistant(self, tiny_llama, prompt):
+        model, assistant = tiny_llama(seed=0), tiny_llama(seed=1)
+        kvpass.enable(model, "bf16")
+        assert generate(model, prompt[:1], assistant_model=assistant).shape == (1, 21)
+        kvpass.enable(assistant, "bf16")
+        with pytest.raises(NotImplementedError, match="disable.assistant_model"):
+            generate(model, prompt[:1], assistant_model=assistant)
+
+    def test_a_cache_of_another_model(self, tiny_llama, prompt):
+        model, other = tiny_llama(), tiny_llama(num_hidden_layers=1)
+        kvpass.enable(model, "nvfp4")
+        cache = kvpass.QuantizedCache(other.config, "nvfp4", max_cache_len=64)
+        with pytest.raises(ValueError, match="has 1 layers, the model 2"):
+            generate(model, prompt, past_key_values=cache)
 
     def test_strict_stops_an_unfused_decode(self, tiny_llama, prompt):
         model = tiny_llama(attn_implementation="eager")

@@ -119,18 +119,26 @@ Match = Site | Exact | Rejected
 
 def find_sites(graph: fx.Graph) -> list[Match]:
     """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order."""
-    matches: list[Match] = []
-    attended: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.target is SDPA:
-            call = _sdpa_arguments(node)
-            attended |= {_peel(call[name])[0] for name in ("key", "value")}
-            matches.append(_match_attention(node, call))
-        elif node.target is DEQUANTIZE:
-            matches.append(
-                Rejected(node, layer_of(node), f"the decoded cache is read by {_names(node.users)}, not by SDPA")
-            )
-    return [m for m in matches if m.attention not in attended]
+    matches = [
+        _match_attention(node, _sdpa_arguments(node)) for node in graph.find_nodes(op="call_function", target=SDPA)
+    ]
+    accounted: set[fx.Node] = set()
+    for match in matches:
+        accounted.add(match.attention)
+        if isinstance(match, Site):
+            accounted.update(match.consumed)
+        elif isinstance(match, Rejected):  # its reason speaks for the reads behind it
+            call = _sdpa_arguments(match.attention)
+            for name in ("key", "value"):
+                source, views = _peel(_before_cut(call[name]))
+                accounted.update((source, *views))
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        others = node.users.keys() - accounted
+        if others or node not in accounted:
+            reason = f"the decoded cache is read by {_names(others or node.users)}, not by SDPA"
+            matches.append(Rejected(node, layer_of(node), reason))
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return sorted(matches, key=lambda match: order[match.attention])
 
 
 def why_none(graph: fx.Graph) -> str:
@@ -176,7 +184,7 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
         sides.append((name, source, read))
     (_, key_node, key), (_, value_node, value) = sides
     if isinstance(key, StaticRead) and call["is_causal"] and _is_cut(key_node) and _is_cut(value_node):
-        return Exact(node, layer)
+        return Exact(node, layer)  # the prompt in an empty static cache, still bf16
     if reason := _obstacle(call, key, value):
         return Rejected(node, layer, reason)
     consumed: list[fx.Node] = []
@@ -193,6 +201,8 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
             )
         consumed += own
     scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(example(query).shape[-1])
+    if isinstance(scale, fx.Node):  # symbolic under dynamic=True, though it follows from head_dim
+        scale = scale.meta["example_value"]
     return Site(node, key, value, query, mask, float(scale), layer, tuple(consumed))
 
 
@@ -209,8 +219,11 @@ def _obstacle(call: dict[str, Any], key: QuantizedRead | StaticRead, value: Quan
         return f"dropout_p is {call['dropout_p']}; only 0.0 can be fused (call model.eval())"
     if call["is_causal"]:
         return "is_causal=True counts from the cache's first slot, not from the newest token; pass a mask"
-    if not isinstance(call["scale"], (int, float, type(None))):
-        return "the softmax scale is not a constant"
+    if isinstance(call["scale"], fx.Node) and isinstance(call["scale"].meta["example_value"], torch.Tensor):
+        return "the softmax scale is a tensor"
+    for name, read in (("K", key), ("V", value)):
+        if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
+            return f"the {name} buffer is allocated in this graph; the next one can be fused"
     if heads % kv_heads:
         return f"{heads} query heads are no multiple of {kv_heads} KV heads"
     if mask is not None and example(mask).dim() != 4:
@@ -266,7 +279,7 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
         return QuantizedRead(source, (codes, block_scale, scale), positions, format)  # type: ignore[arg-type]
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
-    if not isinstance(buffer, fx.Node) or buffer.op != "placeholder":
+    if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):
         return f"comes from {getattr(source.target, '__name__', source.target)}, not from a cache"
     markers = tuple(user for user in buffer.users if user.target is RELEASED)
     copies = [user for holder in (buffer, *markers) for user in holder.users if _is_index_copy(user)]

@@ -92,7 +92,7 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
     for read, fmt in ((match.key, config.key), (match.value, config.value)):
         if isinstance(read, QuantizedRead):
             fmt = get_format(read.format)
-        _, kv_heads, _, head_dim = map(int, example(read.source).shape)
+        kv_heads, head_dim = int(example(read.source).shape[1]), int(example(read.source).shape[3])
         names.append(fmt.name)
         nbytes += fmt.bytes_per_token(kv_heads, head_dim)
     mask = None if match.mask is None else example(match.mask)
