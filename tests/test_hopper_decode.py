@@ -118,6 +118,11 @@ def of_every_row(batch, heads, query_length, max_len, length):
     return mask
 
 
+def strided(batch, heads, query_length, max_len, length):
+    """Slots are not next to each other."""
+    return left_padding(batch, heads, query_length, 2 * max_len, length)[..., ::2]
+
+
 @hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
@@ -146,7 +151,7 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
-@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row])
+@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
 def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()

@@ -81,7 +81,9 @@ def test_generate(model_and_prompt, name):
 def check_logits(model, prompt, name, compiled, arguments):
     """Fused and unfused logits differ by no more than bf16 arithmetic errs by, against fp64 on the same bytes.
 
-    Returns the typical error of an unfused logit. `arguments` are those with which `generate` called `compiled` for the first token after the prompt.
+    Returns the typical error of an unfused logit.
+
+    `arguments` are those with which `generate` called `compiled` for the first token after the prompt.
     """
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
     with torch.no_grad():
