@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvpass.backend import NotFusedError as NotFusedError
     from kvpass.backend import NothingToFuseWarning as NothingToFuseWarning
     from kvpass.cache import QuantizedCache as QuantizedCache
+    from kvpass.calibrate import calibrate as calibrate
     from kvpass.config import KVQuantConfig as KVQuantConfig
     from kvpass.formats import KVFormat as KVFormat
     from kvpass.formats import format_names as format_names
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
     from kvpass.hf import disable as disable
     from kvpass.hf import enable as enable
     from kvpass.hf import report as report
+    from kvpass.scales import KVScales as KVScales
 
 _MODULES = {
     "kvpass.backend": ("NotFusedError", "NothingToFuseWarning"),
     "kvpass.cache": ("QuantizedCache",),
+    "kvpass.calibrate": ("calibrate",),
     "kvpass.config": ("KVQuantConfig",),
     "kvpass.formats": ("KVFormat", "format_names", "get_format", "register_format"),
     "kvpass.hf": ("disable", "enable", "report"),
+    "kvpass.scales": ("KVScales",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 
 from kvpass import ops  # registers the operators that graphs refer to
-from kvpass.config import KVQuantConfig, unknown_name
-from kvpass.formats import KVBuffers
+from kvpass.config import KVQuantConfig
+from kvpass.formats import KVBuffers, check_scale, unknown_name
 from kvpass.fx_passes.match import STORE, Site, find_sites
 from kvpass.fx_passes.report import GraphReport, describe
 from kvpass.fx_passes.rewrite import Input, StaticPair, rewrite
@@ -45,8 +45,8 @@ def kvquant(
     Args:
         gm, example_inputs: What Dynamo hands to a backend.
         mode: A mode of ``torch.compile``; ``reduce-overhead`` records CUDA graphs.
-        options: Fields of :class:`kvpass.KVQuantConfig` (``format`` applies to a transformers ``StaticCache``; a
-            :class:`kvpass.QuantizedCache` brings its own), ``mode``, and options of Inductor.
+        options: Fields of :class:`kvpass.KVQuantConfig` (formats and scales apply to a transformers ``StaticCache``;
+            a :class:`kvpass.QuantizedCache` brings its own), ``mode``, and options of Inductor.
 
     A graph that writes or reads a quantized cache is an inference graph: what it returns carries no gradient.
 
@@ -56,7 +56,7 @@ def kvquant(
     """
     config, mode, patches = _parse(mode, options)
     _detach_graph(gm)
-    matches = find_sites(gm.graph)
+    matches = find_sites(gm.graph, config.differs_by_layer)
     sites = [match for match in matches if isinstance(match, Site)]
     report = describe(gm.graph, matches, config)
     _remember(report, example_inputs)
@@ -70,7 +70,7 @@ def kvquant(
         patches["triton.cudagraphs"] = False
     uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes)
     with torch.no_grad() if uses_cache else nullcontext():
-        compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs, config), mode, patches)
+        compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs), mode, patches)
     if not uses_cache:
         return compiled
 
@@ -80,7 +80,7 @@ def kvquant(
     @torch.no_grad()
     def run(*args: Any) -> Any:
         for pair in pairs:
-            quantize_pair(args[pair.key], args[pair.value], config)
+            quantize_pair(args[pair.key], args[pair.value], pair.layer)
         outputs = compiled(*(select(args) if pairs else args))
         for index in born:
             torch._dynamo.mark_static_address(outputs[index])
@@ -156,16 +156,16 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patch
     return compile_fx(gm, list(inputs), config_patches=mode_options | patches)  # type: ignore[return-value]
 
 
-def _example_inputs(
-    inputs: Sequence[Input], pairs: Sequence[StaticPair], before: Sequence[Any], config: KVQuantConfig
-) -> list[Any]:
+def _example_inputs(inputs: Sequence[Input], pairs: Sequence[StaticPair], before: Sequence[Any]) -> list[Any]:
     """The example inputs of the rewritten graph. A ``StaticCache`` is quantized when the graph runs, not when it is
     compiled (Dynamo's guards must see its buffers as they were), so the new inputs are fake tensors."""
     fake_mode = detect_fake_mode(before)
     buffers: dict[int, KVBuffers] = {}
     with fake_mode or nullcontext():
         for pair in pairs:
-            for index, fmt in ((pair.key, config.key), (pair.value, config.value)):
+            for index, scale in ((pair.key, pair.layer.key_scale), (pair.value, pair.layer.value_scale)):
+                check_scale(scale, int(before[index].shape[1]))
+            for index, fmt in ((pair.key, pair.layer.key), (pair.value, pair.layer.value)):
                 buffers[index] = fmt.allocate_like(before[index])
     return [before[i.position] if i.field is None else getattr(buffers[i.position], i.field) for i in inputs]
 

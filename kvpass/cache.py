@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
 
-from kvpass import ops
-from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass import ops, reference
+from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers
+from kvpass.scales import KVScales
 
 
 class QuantizedCache(Cache):
@@ -30,8 +31,13 @@ class QuantizedCache(Cache):
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
         max_cache_len: Slots per sequence: the longest prompt plus everything generated after it.
 
+    Attributes:
+        quantization: The configuration.
+        layer_types: Type of each layer, as the model's config names it.
+
     Raises:
-        ValueError: An unknown format, a ``max_cache_len`` below 1, or a head_dim that the format cannot hold.
+        ValueError: An unknown format, a ``max_cache_len`` below 1, a head_dim that the format cannot hold, or scales
+            of another model.
         NotImplementedError: A layer type or an attention implementation that is not supported.
 
     For inference: stored tokens carry no gradient.
@@ -47,13 +53,45 @@ class QuantizedCache(Cache):
         if not isinstance(max_cache_len, int) or max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a whole number of at least 1")
         text_config = config.get_text_config(decoder=True)
-        lengths, count = _Lengths(), _count_layers(text_config, self.quantization)
-        super().__init__(layers=[QuantizedLayer(self.quantization, max_cache_len, lengths) for _ in range(count)])
+        lengths, types = _Lengths(), layer_types(text_config)
+        self.layer_types = tuple(types)
+        self._kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        self._model_types = {config.model_type, text_config.model_type}
+        self._check_scales(self.quantization.scales, len(types))
+        layers = [self.quantization.resolved(types).layer(index) for index in range(len(types))]
+        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+        for fmt in {fmt for layer in layers for fmt in (layer.key, layer.value)}:
+            fmt.check_head_dim(head_dim)
+        super().__init__(layers=[QuantizedLayer(layer, max_cache_len, lengths) for layer in layers])
 
     @property
     def max_cache_len(self) -> int:
         """Slots per sequence."""
         return self._layers[0].max_cache_len
+
+    def set_scales(self, scales: KVScales) -> None:
+        """Use other tensor scales, in place: CUDA graphs recorded over this cache take them from the next token on.
+
+        Raises:
+            ValueError: Scales of another model, or a cache that holds tokens, which the old scales belong to.
+        """
+        self._check_scales(scales, len(self._layers))
+        if any(not layer.is_empty for layer in self._layers):
+            raise ValueError("the cache holds tokens that were stored with its present scales; call reset() first")
+        new = [(layer, scales[index]) for index, layer in enumerate(self._layers)]
+        pairs = [(layer, s.key.tensor(layer.key_format), s.value.tensor(layer.value_format)) for layer, s in new]
+        for layer, key, value in pairs:
+            layer.set_scales(key, value)
+
+    def saturation(self) -> list[tuple[float, float]]:
+        """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8
+        format, block scales of nvfp4. More than a few in a thousand means that the tensor scale is too small."""
+        return [layer.saturation() for layer in self._layers]
+
+    def _check_scales(self, scales: KVScales | None, count: int) -> None:
+        if scales is not None:
+            heads = self._kv_heads if isinstance(self._kv_heads, int) else None
+            scales.check(range(count), heads, self._model_types)
 
     @property
     def device(self) -> torch.device | None:
@@ -91,9 +129,10 @@ class QuantizedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, config: KVQuantConfig, max_cache_len: int, lengths: _Lengths | None = None) -> None:
+    def __init__(self, config: LayerConfig, max_cache_len: int, lengths: _Lengths | None = None) -> None:
         # The base class would set `keys` and `values`, which are read-only here.
         self.key_format, self.value_format = config.key, config.value
+        self._key_scale, self._value_scale = config.key_scale, config.value_scale
         self.max_cache_len = max_cache_len
         self.is_initialized = False
         self.is_empty = True
@@ -103,8 +142,8 @@ class QuantizedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
         with _outside_inference_mode():
-            self.key = self.key_format.allocate_like(key_states, self.max_cache_len)
-            self.value = self.value_format.allocate_like(value_states, self.max_cache_len)
+            self.key = self.key_format.allocate_like(key_states, self.max_cache_len, self._key_scale)
+            self.value = self.value_format.allocate_like(value_states, self.max_cache_len, self._value_scale)
             self.last_position, self.leads = self._lengths.join(key_states.device)
         self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
         self._mark_static()
@@ -167,6 +206,22 @@ class QuantizedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of storage that hold codes and block scales, 0 before initialization."""
         return self.key.nbytes + self.value.nbytes if self.is_initialized else 0
+
+    def set_scales(self, key: Tensor | None, value: Tensor | None) -> None:
+        """Replace the tensor scales (``[1]`` or ``[kv_heads]`` float32; None for a format without), in place."""
+        self._key_scale, self._value_scale = key, value
+        if self.is_initialized:
+            for buffers, scale in ((self.key, key), (self.value, value)):
+                if buffers.scale is not None and scale is not None:
+                    buffers.scale.copy_(scale)
+
+    def saturation(self) -> tuple[float, float]:
+        """Of K and of V: see :meth:`QuantizedCache.saturation`. 0 where nothing is stored."""
+        end = int(self.last_position) + 1 if self.is_initialized else 0
+        if not end:
+            return 0.0, 0.0
+        pairs = ((self.key, self.key_format), (self.value, self.value_format))
+        return tuple(reference.saturation(buffers, fmt, end) for buffers, fmt in pairs)  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the K that ``query_length`` new tokens will attend to."""
@@ -297,16 +352,13 @@ class _Lengths:
         return self._by_device[device], leads
 
 
-def _count_layers(config: PreTrainedConfig, quant: KVQuantConfig) -> int:
-    """Layers of the model, after checking that all of them can be held."""
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer of the model, after checking that all of them can be held."""
     if config.is_encoder_decoder:
         raise NotImplementedError(f"{config.model_type}: encoder-decoder models are not supported yet")
     check_attention(config)
     if getattr(config, "num_attention_heads", None) is None:
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for fmt in (quant.key, quant.value):
-        fmt.check_head_dim(head_dim)
     # What transformers itself would cache each layer in says which kind of layer it is.
     for index, layer in enumerate(layers := StaticCache(config=config, max_cache_len=1).layers):
         if type(layer) is not StaticLayer:
@@ -314,7 +366,7 @@ def _count_layers(config: PreTrainedConfig, quant: KVQuantConfig) -> int:
                 f"{config.model_type}: layer {index} needs a {type(layer).__name__}; only full-attention layers "
                 "(StaticLayer) are supported yet"
             )
-    return len(layers)
+    return (list(getattr(config, "layer_types", None) or ()) + ["full_attention"] * len(layers))[: len(layers)]
 
 
 def check_attention(config: PreTrainedConfig) -> None:

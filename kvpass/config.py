@@ -1,18 +1,61 @@
-"""``KVQuantConfig``: the one user-facing configuration, and how it is read from names, dictionaries and files."""
+"""``KVQuantConfig``: the one user-facing configuration, and how it is read from names, dictionaries and files.
+
+A file or dictionary has the fields of the class; only what differs from the defaults needs to be there::
+
+    format: nvfp4            # of K and V
+    value_format: fp8_e4m3   # or apart
+    skip_layers: [0, -1]     # kept in bf16
+    layers:                  # later lines win
+      "4:8": fp8_e4m3
+      "*.layers.9.*": {key_format: fp8_e4m3, value_format: nvfp4}
+    scales: kv.json          # beside this file; or the content of such a file
+"""
 
 from __future__ import annotations
 
-import difflib
+import fnmatch
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpass.formats import KVFormat, get_format
+import torch
+
+from kvpass.checkpoint import Checkpoint
+from kvpass.formats import KVFormat, get_format, unknown_name
+from kvpass.scale_files import read_json, write_whole
+from kvpass.scales import KVScales
+
+_RANGE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
+_PATTERN_CHARACTERS = set("*?[")
 
 
-@dataclass(frozen=True)
+class LayerConfig(NamedTuple):
+    """How one layer is stored.
+
+    Attributes:
+        key, value: Formats.
+        key_scale, value_scale: Tensor scales, ``[1]`` or ``[kv_heads]`` float32; None for 1.
+    """
+
+    key: KVFormat
+    value: KVFormat
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+
+class LayerFormats(NamedTuple):
+    """One entry of ``KVQuantConfig.layers``: which layers, and their formats where they differ from the rest."""
+
+    selector: str
+    key_format: str | None = None
+    value_format: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
 class KVQuantConfig:
     """How a model's KV cache is stored.
 
@@ -22,31 +65,88 @@ class KVQuantConfig:
         value_format: Format of V, where it differs from ``format``.
         strict: Raise :class:`kvpass.NotFusedError` when a compiled graph has an attention that reads a cache and was
             not fused, instead of warning and running it slowly.
+        layers: Formats of single layers: a mapping from a selector to a format's name, or to a mapping with
+            ``format``, ``key_format``, ``value_format``. A selector is an index (-1 is the last layer), a range as
+            Python slices it (``"4:8"``, ``"-2:"``, ``"::2"``), or a pattern (``fnmatch``) of the layer's name
+            ``model.layers.<index>.self_attn`` or of its type in the model's ``layer_types``. Later entries win.
+        skip_layers: Selectors of layers kept in bf16; they win over ``layers``.
+        scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content; None for 1.0.
 
     Raises:
-        ValueError: An unknown format, or a ``strict`` that is no boolean.
+        ValueError: An unknown format, a selector that is none of the above, scales that are not valid, or a ``strict``
+            that is no boolean.
     """
 
     format: str = "fp8_e4m3"
     key_format: str | None = None
     value_format: str | None = None
     strict: bool = False
+    layers: Any = field(default=())
+    skip_layers: Any = field(default=())
+    scales: Any = None
 
     def __post_init__(self) -> None:
-        for name in (self.format, self.key_format or self.format, self.value_format or self.format):
+        layers = self.layers.items() if isinstance(self.layers, Mapping) else self.layers
+        object.__setattr__(self, "layers", tuple(_layer_formats(entry) for entry in layers))
+        skip = [self.skip_layers] if isinstance(self.skip_layers, (int, str)) else self.skip_layers
+        object.__setattr__(self, "skip_layers", tuple(_selector(selector) for selector in skip))
+        object.__setattr__(self, "scales", _scales(self.scales))
+        of_layers = (name for entry in self.layers for name in entry[1:] if name is not None)
+        for name in (self.format, self.key_format or self.format, self.value_format or self.format, *of_layers):
             get_format(name)
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict is {self.strict!r}; allowed: True, False")
 
     @property
     def key(self) -> KVFormat:
-        """The format K is stored in."""
+        """The format K is stored in, but for what ``layers`` and ``skip_layers`` say."""
         return get_format(self.key_format or self.format)
 
     @property
     def value(self) -> KVFormat:
-        """The format V is stored in."""
+        """The format V is stored in, but for what ``layers`` and ``skip_layers`` say."""
         return get_format(self.value_format or self.format)
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether a layer's index is needed to know how it is stored."""
+        return bool(self.layers or self.skip_layers or self.scales)
+
+    def layer(self, index: int, types: Sequence[str] | None = None) -> LayerConfig:
+        """How layer ``index`` is stored.
+
+        Args:
+            index: Of the layer in the model, from 0.
+            types: Type of each of the model's layers (``layer_types``); None where the model is not known, which
+                indexes from 0 and ranges of them do not need.
+
+        Raises:
+            ValueError: Scales without this layer, or a selector that needs to know the model.
+        """
+        key, value = map(get_format, self._formats_of(index, types))
+        if self.scales is None:
+            return LayerConfig(key, value)
+        scales = self.scales[index]
+        try:
+            return LayerConfig(key, value, scales.key.tensor(key), scales.value.tensor(value))
+        except ValueError as error:
+            raise ValueError(f"{self.scales.source}: layer {index}: {error}") from error
+
+    def resolved(self, types: Sequence[str]) -> KVQuantConfig:
+        """The same with plain indexes as selectors, for a model with layers of these types.
+
+        Raises:
+            ValueError: A selector that fits no layer.
+        """
+        for selector in (*(entry.selector for entry in self.layers), *self.skip_layers):
+            if not _selected(selector, types):
+                raise ValueError(f"layer {selector!r} is none of the model's {len(types)}, 0 to {len(types) - 1}")
+        if not (self.layers or self.skip_layers):
+            return self
+        found = {index: self._formats_of(index, types) for index in range(len(types))}
+        usual = [self.key.name, self.value.name]
+        layers = [LayerFormats(str(index), *names) for index, names in found.items() if names != usual]
+        return replace(self, layers=tuple(layers), skip_layers=())
 
     @classmethod
     def of(cls, config: ConfigLike) -> KVQuantConfig:
@@ -64,40 +164,164 @@ class KVQuantConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVQuantConfig:
         """Build from a dictionary with this class's fields; an unknown key is an error that names the nearest one."""
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ValueError(unknown_name("configuration key", key, known))
+        _check_keys(values, [field.name for field in fields(cls)])
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> KVQuantConfig:
-        """Read a JSON file, or YAML where the name ends in ``.yaml`` or ``.yml``, that holds this class's fields."""
+        """Read a JSON file, or YAML where the name ends in ``.yaml`` or ``.yml``, that holds this class's fields.
+
+        A file of scales (:class:`kvpass.KVScales`) is taken too, with the formats it was made for.
+        """
         path = Path(path)
-        text = path.read_text()
         if path.suffix in (".yaml", ".yml"):
             import yaml  # comes with transformers
 
-            values = yaml.safe_load(text)
+            values = yaml.safe_load(path.read_text())
         else:
-            try:
-                values = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} is not valid JSON: {error}") from error
+            values = read_json(path, f"{path}")
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a {type(values).__name__}; expected a mapping with keys such as 'format'")
-        return cls.from_dict(values)
+        if {"kvpass_scales", "kv_cache"} & values.keys():
+            return cls.from_scales(KVScales.from_dict(values, str(path)))
+        if isinstance(values.get("scales"), str):
+            values["scales"] = path.parent / values["scales"]
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_scales(cls, scales: KVScales, **changes: Any) -> KVQuantConfig:
+        """The formats that ``scales`` were made for, and the scales. ``changes`` are further fields."""
+        formats = {layer.index: (layer.key.format, layer.value.format) for layer in scales.layers}
+        (key, value), _ = Counter(formats.values()).most_common(1)[0]
+        own = {"format": key} if key == value else {"key_format": key, "value_format": value}
+        others = [LayerFormats(str(index), *names) for index, names in formats.items() if names != (key, value)]
+        values: dict[str, Any] = {**own, "layers": others, "scales": scales, **changes}
+        return cls(**values)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, **changes: Any) -> KVQuantConfig:
+        """What a checkpoint declares in ``quantization_config`` or ``hf_quant_config.json``, with its scales.
+
+        Args:
+            source: Folder, or id of a model in the local hub cache.
+            changes: Fields that replace what the checkpoint says, such as ``format``.
+
+        Returns:
+            The defaults, where the checkpoint has neither a word of KV quantization nor scales.
+
+        Raises:
+            FileNotFoundError, ValueError: As :meth:`kvpass.KVScales.from_checkpoint`.
+        """
+        checkpoint = Checkpoint.open(source)
+        if checkpoint.declared is None and not (checkpoint.files and checkpoint.scale_tensors()):
+            return cls(**changes)
+        return cls.from_scales(KVScales.from_checkpoint(checkpoint.folder), **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, and ``format``: what :meth:`from_dict` takes."""
-        default = asdict(KVQuantConfig())
-        return {key: value for key, value in asdict(self).items() if key == "format" or value != default[key]}
+        """The fields that differ from their defaults, and ``format``, as plain data: what :meth:`from_dict` takes."""
+        values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        if self.layers:
+            values["layers"] = {
+                entry.selector: entry.key_format
+                if entry.key_format == entry.value_format
+                else {name: own for name, own in zip(entry._fields[1:], entry[1:], strict=True) if own}
+                for entry in self.layers
+            }
+        if self.skip_layers:
+            values["skip_layers"] = list(self.skip_layers)
+        if self.scales is not None:
+            values["scales"] = self.scales.to_dict()
+        return {"format": self.format} | values
+
+    def to_file(self, path: str | Path) -> None:
+        """Write what :meth:`from_file` reads, as JSON or, by the file's name, YAML."""
+        path = Path(path)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            write_whole(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
+        else:
+            write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def __repr__(self) -> str:
+        shown = self.to_dict()
+        if self.scales is not None:
+            shown["scales"] = self.scales
+        return f"KVQuantConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def _formats_of(self, index: int, types: Sequence[str] | None) -> list[str]:
+        names = [self.key.name, self.value.name]
+        for entry in self.layers:
+            if index in _selected(entry.selector, types, index):
+                names = [own or name for own, name in zip(entry[1:], names, strict=True)]
+        skipped = any(index in _selected(selector, types, index) for selector in self.skip_layers)
+        return ["bf16", "bf16"] if skipped else names
 
 
 ConfigLike = str | Mapping[str, Any] | KVQuantConfig
 
 
-def unknown_name(what: str, name: object, known: list[str]) -> str:
-    """The message for a name that is not among ``known``: it says what is, and which comes nearest."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"unknown {what} {name!r}; known: {', '.join(known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+def _check_keys(values: Mapping[str, Any], known: list[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise ValueError(unknown_name("configuration key", key, known))
+
+
+def _scales(scales: Any) -> KVScales | None:
+    if scales is None or isinstance(scales, KVScales):
+        return scales
+    if isinstance(scales, (str, Path)):
+        return KVScales.from_json(scales)
+    if isinstance(scales, Mapping):
+        return KVScales.from_dict(scales)
+    raise ValueError(f"scales are a {type(scales).__name__}; give a KVScales, the path of a JSON file, or its content")
+
+
+def _layer_formats(entry: Any) -> LayerFormats:
+    """One entry of ``layers``: itself if it is one already, else a selector with a name or a mapping."""
+    if isinstance(entry, LayerFormats):
+        return LayerFormats(_selector(entry.selector), *entry[1:])
+    selector, formats = entry
+    if not isinstance(formats, Mapping):
+        formats = {"format": formats}
+    _check_keys(formats, ["format", "key_format", "value_format"])
+    both = formats.get("format")
+    return LayerFormats(_selector(selector), formats.get("key_format", both), formats.get("value_format", both))
+
+
+def _selector(selector: Any) -> str:
+    text = str(selector)
+    is_index = re.fullmatch(r"-?\d+", text) and not isinstance(selector, bool)
+    is_pattern = _PATTERN_CHARACTERS & set(text) or "attention" in text
+    if not (is_index or is_pattern or _RANGE.fullmatch(text)):
+        raise ValueError(
+            f"layer {selector!r} is no index (3, or -1 for the last), no range ('4:8' is 4 to 7), and no pattern "
+            "('*.layers.3.*', 'sliding_*')"
+        )
+    return text
+
+
+def _selected(selector: str, types: Sequence[str] | None, index: int | None = None) -> Iterable[int]:
+    """The layers that ``selector`` selects. Without ``types`` at least ``index`` is decided, or an error raised."""
+    span = _RANGE.fullmatch(selector)
+    if types is not None:
+        everything = range(len(types))
+        if span:
+            return everything[slice(*(int(part) if part else None for part in span.groups()))]
+        if re.fullmatch(r"-?\d+", selector):
+            wanted = int(selector)
+            return [wanted % len(types)] if -len(types) <= wanted < len(types) else []
+        names = [f"model.layers.{i}.self_attn" for i in everything]
+        return [i for i in everything if fnmatch.fnmatch(names[i], selector) or fnmatch.fnmatch(types[i], selector)]
+    if "-" in selector or not (span or selector.isdigit()):
+        raise ValueError(
+            f"layer {selector!r} can only be found where the model is known: with kvpass.enable or a "
+            "kvpass.QuantizedCache. For a StaticCache write indexes from 0, or ranges of them"
+        )
+    assert index is not None
+    if span:
+        return range(index + 1)[slice(*(int(part) if part else None for part in span.groups()))]
+    return [int(selector)]

@@ -103,6 +103,11 @@ class KVFormat:
         """Stored bits per value, block scales included and the per-head fp32 factor not."""
         return CODECS[self.codec].bits + (8 / self.block if self.block else 0)
 
+    @property
+    def range(self) -> float:
+        """Largest magnitude that a tensor scale of 1 can hold: 448 for e4m3, 6 * 448 for NVFP4."""
+        return CODECS[self.codec].max * (CODECS["e4m3"].max if self.block_scale == "e4m3" else 1.0)
+
     def code_width(self, head_dim: int) -> int:
         """Elements of the codes buffer per token and head: two e2m1 codes share a byte."""
         return head_dim * CODECS[self.codec].bits // (8 * CODECS[self.codec].dtype.itemsize)
@@ -129,27 +134,43 @@ class KVFormat:
                 "from 16 to 256"
             )
 
-    def allocate(self, batch: int, kv_heads: int, max_len: int, head_dim: int, device: torch.device | str) -> KVBuffers:
-        """Zeroed buffers for ``max_len`` tokens of one layer's K (or V), and a tensor scale of 1.
+    def allocate(
+        self,
+        batch: int,
+        kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        device: torch.device | str,
+        scale: torch.Tensor | None = None,
+    ) -> KVBuffers:
+        """Zeroed buffers for ``max_len`` tokens of one layer's K (or V).
+
+        Args:
+            scale: Tensor scale, ``[1]`` or ``[kv_heads]`` float32, copied; None for 1. Unused without a tensor scale.
 
         Raises:
-            ValueError: ``head_dim`` does not suit the format.
+            ValueError: ``head_dim`` does not suit the format, or ``scale`` the heads.
         """
         self.check_head_dim(head_dim)
         codes_shape = (batch, kv_heads, max_len, self.code_width(head_dim))
         codes = torch.zeros(codes_shape, dtype=CODECS[self.codec].dtype, device=device)
-        block_scale = scale = None
+        block_scale = tensor_scale = None
         if self.block:
             scale_shape = (batch, kv_heads, -(-max_len // SCALE_TILE), self.scale_width(head_dim), SCALE_TILE)
             block_scale = torch.zeros(scale_shape, dtype=torch.uint8, device=device)
-        if self.tensor_scale:
-            scale = torch.ones(kv_heads, dtype=torch.float32, device=device)
-        return KVBuffers(codes, block_scale, scale)
+        if self.tensor_scale and scale is None:
+            tensor_scale = torch.ones(kv_heads, dtype=torch.float32, device=device)
+        elif self.tensor_scale and scale is not None:
+            check_scale(scale, kv_heads)
+            tensor_scale = scale.to(device).expand(kv_heads).clone()
+        return KVBuffers(codes, block_scale, tensor_scale)
 
-    def allocate_like(self, tensor: torch.Tensor, max_len: int | None = None) -> KVBuffers:
+    def allocate_like(
+        self, tensor: torch.Tensor, max_len: int | None = None, scale: torch.Tensor | None = None
+    ) -> KVBuffers:
         """Buffers for ``[batch, kv_heads, length, head_dim]`` tensors, of ``max_len`` slots rather than ``length``."""
         batch, kv_heads, length, head_dim = tensor.shape
-        return self.allocate(batch, kv_heads, max_len or length, head_dim, tensor.device)
+        return self.allocate(batch, kv_heads, max_len or length, head_dim, tensor.device, scale)
 
 
 class KVBuffers(NamedTuple):
@@ -183,6 +204,21 @@ class KVBuffers(NamedTuple):
         return tuple(t for t in self if t is not None)
 
 
+def check_scale(scale: torch.Tensor | None, kv_heads: int) -> None:
+    """Raise ``ValueError`` for a tensor scale that is neither one number nor one per KV head."""
+    if scale is not None and scale.numel() not in (1, kv_heads):
+        raise ValueError(
+            f"{scale.numel()} scales for a layer of {kv_heads} KV heads; give one, or one per head (on a "
+            "tensor-parallel rank those of its own heads: KVScales.shard)"
+        )
+
+
+def unknown_name(what: str, name: object, known: list[str]) -> str:
+    """The message for a name that is not among ``known``: it says what is, and which comes nearest."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"unknown {what} {name!r}; known: {', '.join(known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+
+
 _REGISTRY: dict[str, KVFormat] = {}
 
 
@@ -205,9 +241,7 @@ def get_format(name: str) -> KVFormat:
     try:
         return _REGISTRY[name]
     except (KeyError, TypeError):
-        close = difflib.get_close_matches(str(name), _REGISTRY, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown KV format {name!r}; known: {', '.join(_REGISTRY)}.{hint}") from None
+        raise ValueError(unknown_name("KV format", name, list(_REGISTRY))) from None
 
 
 def format_names() -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, StaticCache
 
 from kvpass.backend import NotFusedError, forget_reports, reports_for
 from kvpass.cache import QuantizedCache, check_attention
+from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.fx_passes.report import GraphReport
 
@@ -35,21 +36,24 @@ _CACHE_ARGUMENT = (
 )
 # What `enable` overrides on a model, by the functions below that do it.
 _OVERRIDES = ("generate", "get_compiled_call", "_prepare_cache_for_generation")
+# A larger share of a layer's K or V at the end of its range is reported. A calibrated scale leaves far less there.
+_SATURATED = 0.005
 
 
-def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
+def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     """Make ``model.generate`` keep its KV cache quantized and decode through one graph compiled with ``kvquant``.
 
     Args:
         model: A Hugging Face model with ``generate``. Enabling it again replaces the configuration.
-        format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
+        format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`. None takes the format and the scales
+            that the model's checkpoint declares (:meth:`kvpass.KVQuantConfig.from_pretrained`), or else fp8_e4m3.
 
     Raises:
         TypeError: ``model`` has no ``generate``, or is the result of ``torch.compile``.
-        ValueError: An unknown format, or a head_dim that it cannot hold.
+        ValueError: An unknown format, a head_dim that it cannot hold, or scales of another model.
         NotImplementedError: A kind of model that is not supported.
     """
-    config = KVQuantConfig.of(format)
+    config = None if format is None else KVQuantConfig.of(format)
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise TypeError(
             "kvpass.enable takes the model itself, not torch.compile(model): generate() of a compiled model runs "
@@ -57,11 +61,28 @@ def enable(model: nn.Module, format: ConfigLike = "fp8_e4m3") -> None:
         )
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
-    QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # every error that can be known now
+    config = config or _declared(model)
+    probe = QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # raises what it can now
+    config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
     vars(model)["_kvpass"] = _State(config, {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)})
     for name in _OVERRIDES:
         setattr(model, name, functools.partial(_call, model, name))
+
+
+def _declared(model: Any) -> KVQuantConfig:
+    """What the checkpoint that ``model`` was loaded from says of its KV cache."""
+    try:
+        return KVQuantConfig.from_pretrained(model.config.name_or_path)
+    except FileNotFoundError as error:
+        quantization = getattr(model.config, "quantization_config", None) or {}
+        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        if found := declaration(values, "the model's quantization_config"):
+            raise ValueError(
+                f"{found.where} says that the KV cache is {found.key}, but the checkpoint with its scales is not found "
+                f"({error}). Name a format and scales: kvpass.enable(model, kvpass.KVQuantConfig(..., scales=...))"
+            ) from error
+        return KVQuantConfig()  # a model that was not loaded from a checkpoint
 
 
 def disable(model: nn.Module) -> None:
@@ -83,6 +104,7 @@ def report(model: nn.Module) -> ModelReport:
         cache_bytes=state.cache_bytes if state else 0,
         cache_slots=state.cache_slots if state else 0,
         eager_reads=state.eager_reads if state else 0,
+        saturation=tuple(state.spare.saturation()) if state and state.spare else (),
     )
 
 
@@ -95,6 +117,8 @@ class ModelReport:
         graphs: A report for each graph compiled with ``kvquant``, oldest first.
         cache_bytes, cache_slots: Bytes of K and V that the last ``generate`` allocated, and tokens they have room for.
         eager_reads: How often the last ``generate`` read a layer's decoded cache outside a compiled graph.
+        saturation: Of the cache of the last ``generate``: see :meth:`kvpass.QuantizedCache.saturation`. Empty where
+            there is none, or its caller has it.
     """
 
     config: KVQuantConfig | None
@@ -102,6 +126,7 @@ class ModelReport:
     cache_bytes: int = 0
     cache_slots: int = 0
     eager_reads: int = 0
+    saturation: tuple[tuple[float, float], ...] = ()
 
     @property
     def fused(self) -> int:
@@ -110,6 +135,15 @@ class ModelReport:
 
     def __str__(self) -> str:
         lines = [f"kvpass: enabled with {self.config}" if self.config else "kvpass: not enabled"]
+        if self.config and self.config.scales:
+            lines.append(f"scales: {self.config.scales}")
+        lines += [
+            f"scale too small: {share:.1%} of layer {index}'s {name} is at the end of its range; `kvpass calibrate` "
+            "measures a better one"
+            for index, shares in enumerate(self.saturation)
+            for name, share in zip("KV", shares, strict=True)
+            if share > _SATURATED
+        ]
         if self.cache_bytes:
             per_token = self.cache_bytes / self.cache_slots
             lines.append(f"cache: {self.cache_bytes:,} bytes for {self.cache_slots:,} tokens, {per_token:,.0f} each")

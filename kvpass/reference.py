@@ -144,6 +144,22 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
     return value.to(dtype)
 
 
+def saturation(buffers: KVBuffers, fmt: KVFormat, length: int) -> float:
+    """Share of the first ``length`` slots that lies at the end of the tensor scale's range: codes of the largest
+    magnitude, or block scales of the largest value. 0 for a format without a tensor scale."""
+    if not fmt.tensor_scale:
+        return 0.0
+    largest = torch.tensor(CODECS[fmt.codec].max if fmt.codec in _FLOAT8 else CODECS["e4m3"].max)
+    if fmt.codec in _FLOAT8:
+        bits, sign = buffers.codes[:, :, :length], 0x7F
+        largest = largest.to(_FLOAT8[fmt.codec])
+    else:
+        assert buffers.block_scale is not None
+        bits, sign = scale_rows(buffers.block_scale, length), 0xFF
+        largest = largest.to(torch.float8_e4m3fn)
+    return float((bits & sign == int(largest.view(torch.uint8))).float().mean())
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvpass import ops, reference
-from kvpass.config import KVQuantConfig
+from kvpass.config import LayerConfig
 from kvpass.formats import KVBuffers, get_format
 
 # Attributes that hold data; every other one can be asked of a tensor without storage, and so can these methods.
@@ -55,7 +55,7 @@ class ReleasedBuffer(Tensor):
         return f"ReleasedBuffer(shape={tuple(self.shape)}, format={self.format!r})"
 
 
-def quantize_pair(key: Tensor, value: Tensor, config: KVQuantConfig) -> None:
+def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
 
     Both become :class:`ReleasedBuffer`; where they already are, nothing happens.
@@ -71,7 +71,10 @@ def quantize_pair(key: Tensor, value: Tensor, config: KVQuantConfig) -> None:
     if isinstance(key, ReleasedBuffer):
         return
     slots = torch.arange(key.shape[2], device=key.device)
-    new = [fmt.allocate_like(tensor) for tensor, fmt in ((key, config.key), (value, config.value))]
+    new = [
+        config.key.allocate_like(key, scale=config.key_scale),
+        config.value.allocate_like(value, scale=config.value_scale),
+    ]
     ops.store(key, value, slots, *new[0], *new[1], config.key.name, config.value.name)
     for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
         for buffer in buffers.tensors():

@@ -11,6 +11,8 @@ from transformers import StaticCache
 
 from kvpass.backend import NotFusedError, NothingToFuseWarning, kvquant, reports_for
 from kvpass.cache import QuantizedCache
+from kvpass.config import KVQuantConfig
+from kvpass.scales import KVScales
 from kvpass.static_cache import ReleasedBuffer
 
 
@@ -237,3 +239,100 @@ def test_the_string_resolves_with_no_import_of_kvpass():
         "assert f(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+SCALES = KVScales.of({0: (0.05, [0.02, 0.03]), 1: ([0.04, 0.07], 0.5)})
+
+
+class TestScales:
+    def test_changed_after_compilation_they_take_effect(self, tiny_llama, ids, device):
+        """Without another graph; on a GPU the graph that was recorded is replayed."""
+        model, ids = tiny_llama(device), ids.to(device)
+        step = torch.compile(model, backend="kvquant", mode="reduce-overhead")
+        cache = QuantizedCache(model.config, KVQuantConfig(scales=SCALES), max_cache_len=32)
+        first = run(step, cache, ids, prefill=model).clone()
+        close(first, run(model, QuantizedCache(model.config, KVQuantConfig(scales=SCALES), max_cache_len=32), ids))
+        other = KVScales.of({0: (0.05, [0.02, 0.03]), 1: ([4.0, 7.0], 0.5)})  # so coarse that it shows
+        cache.reset()
+        cache.set_scales(other)
+        second = run(step, cache, ids, prefill=model).clone()
+        close(second, run(model, QuantizedCache(model.config, KVQuantConfig(scales=other), max_cache_len=32), ids))
+        assert not torch.equal(first[:, 1:], second[:, 1:]) and graphs() == 1
+
+    def test_first_call_compiled_allocates_in_the_graph(self, tiny_llama, ids):
+        model = tiny_llama()
+        step = torch.compile(model, backend="kvquant", mode="reduce-overhead")
+        for scales in (SCALES, KVScales.of({0: (0.06, [0.01, 0.03]), 1: ([0.03, 0.08], 0.6)})):
+            cache = QuantizedCache(model.config, KVQuantConfig(scales=scales), max_cache_len=32)
+            ours = run(step, cache, ids)
+            eager = QuantizedCache(model.config, KVQuantConfig(scales=scales), max_cache_len=32)
+            close(ours, run(model, eager, ids))
+            assert cache.layers[1].key.scale.tolist() == torch.tensor(scales[1].key.scale).tolist()
+        assert graphs() == 2  # other scales compile nothing
+
+    def test_formats_by_layer(self, tiny_llama, ids):
+        model = tiny_llama(num_hidden_layers=3)
+        config = KVQuantConfig(layers={1: "nvfp4"}, skip_layers=[2])
+        expected = run(model, QuantizedCache(model.config, config, max_cache_len=32), ids)
+        step = torch.compile(model, backend="kvquant")
+        close(run(step, QuantizedCache(model.config, config, max_cache_len=32), ids, prefill=model), expected)
+        (report,) = reports_for(list(model.parameters()))
+        assert [site.key_format for site in report.sites] == ["fp8_e4m3", "nvfp4", "bf16"]
+
+    @pytest.mark.parametrize("as_path", [False, True])
+    def test_static_cache(self, tiny_llama, ids, tmp_path, as_path):
+        """Options are plain data; each layer of the cache gets its own format and scales."""
+        model = tiny_llama(num_hidden_layers=3)
+        scales = KVScales.of({0: (0.05, [0.02, 0.03]), 1: ([0.04, 0.07], 0.5), 2: (0.01, 0.02)})
+        config = KVQuantConfig(layers={2: "nvfp4"}, scales=scales)
+        expected = run(model, QuantizedCache(model.config, config, max_cache_len=32), ids)
+        options = config.to_dict()
+        if as_path:
+            scales.to_json(tmp_path / "kv.json")
+            options["scales"] = str(tmp_path / "kv.json")
+        step = torch.compile(model, backend="kvquant", options=options)
+        for _ in range(2):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            close(run(step, cache, ids, prefill=model), expected)
+        assert [layer.keys.format for layer in cache.layers] == ["fp8_e4m3", "fp8_e4m3", "nvfp4"]
+        assert cache.layers[0].values.buffers.scale.tolist() == torch.tensor([0.02, 0.03]).tolist()
+        assert cache.layers[1].keys.buffers.scale.tolist() == torch.tensor([0.04, 0.07]).tolist()
+        assert graphs() == 2
+        for report in reports_for(list(model.parameters())):
+            assert [site.key_format for site in report.sites] == ["fp8_e4m3", "fp8_e4m3", "nvfp4"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"scales": KVScales.of({0: (1.0, 1.0)}).to_dict()}, "has no scales for layer 1; it has 0"),
+            (
+                {"scales": KVScales.of({i: ([1.0] * 3, 1.0) for i in range(2)}).to_dict()},
+                "3 scales for a layer of 2 KV",
+            ),
+            ({"skip_layers": [-1]}, "layer '-1' can only be found where the model is known"),
+        ],
+    )
+    def test_what_is_refused_before_the_cache_is_touched(self, tiny_llama, ids, options, message):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        with pytest.raises(Exception, match=message):
+            run(torch.compile(model, backend="kvquant", options=options), cache, ids, prefill=model)
+        assert not any(isinstance(layer.keys, ReleasedBuffer) for layer in cache.layers)
+        assert all(layer.keys.untyped_storage().nbytes() for layer in cache.layers)
+
+    def test_buffers_of_an_unknown_layer_are_not_fused(self):
+        """Which layer's scales are meant cannot be told: the attention stays right, and the report says why."""
+
+        def attend(query, new_key, new_value, keys, values, slots, mask):
+            keys.index_copy_(2, slots, new_key)
+            values.index_copy_(2, slots, new_value)
+            return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+        torch.manual_seed(0)
+        query, key, value = torch.randn(3, 1, 2, 1, 64)
+        keys, values, slots = torch.randn(1, 2, 8, 64), torch.randn(1, 2, 8, 64), torch.tensor([3])
+        mask = torch.ones(1, 1, 1, 8, dtype=torch.bool)
+        expected = attend(query, key, value, keys.clone(), values.clone(), slots, mask)
+        step = torch.compile(attend, backend="kvquant", options={"scales": SCALES.to_dict()})
+        with pytest.warns(UserWarning, match="which layer of a cache the buffers of K and V belong to cannot be told"):
+            close(step(query, key, value, keys, values, slots, mask), expected)

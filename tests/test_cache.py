@@ -6,7 +6,9 @@ from transformers import LlamaConfig, MambaConfig, MistralConfig, StaticCache, T
 
 from kvpass import reference
 from kvpass.cache import QuantizedCache
+from kvpass.config import KVQuantConfig
 from kvpass.formats import KVFormat, format_names, get_format, register_format
+from kvpass.scales import KVScales
 
 FORMATS = format_names()[:5]
 
@@ -233,3 +235,122 @@ def test_flash_attention_is_refused():
     config._attn_implementation = "flash_attention_2"
     with pytest.raises(NotImplementedError, match="attn_implementation='sdpa'"):
         QuantizedCache(config)
+
+
+def scales_of(factors, format="fp8_e4m3"):
+    """The same scale for K and V of each layer."""
+    return KVScales.of(dict(enumerate(zip(factors, factors, strict=True))), format)
+
+
+def filled(model, ids, config, max_cache_len=32):
+    cache = QuantizedCache(model.config, config, max_cache_len=max_cache_len)
+    logits(model, cache, ids[:, :9])
+    return cache
+
+
+class TestScales:
+    @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+    def test_one_layers_scale_reaches_its_write_path_and_no_other(self, tiny_llama, ids, name):
+        """In a first prefill the attention is exact, so what each layer is given does not depend on the scales."""
+        model, fmt = tiny_llama(num_hidden_layers=3), get_format(name)
+        plain = filled(model, ids, name)
+        changed = filled(model, ids, KVQuantConfig(name, scales=scales_of([1.0, [0.07, 0.11], 1.0], name)))
+        for index, (a, b) in enumerate(zip(plain.layers, changed.layers, strict=True)):
+            for one, other in ((a.key, b.key), (a.value, b.value)):
+                same = all(torch.equal(x, y) for x, y in zip(one.tensors(), other.tensors(), strict=True))
+                assert same == (index != 1)
+        tensors = torch.tensor([0.07, 0.11])
+        for buffers, x in ((changed.layers[1].key, plain.layers[1]), (changed.layers[1].value, plain.layers[1])):
+            assert torch.equal(buffers.scale, tensors) and x.key.scale.tolist() == [1.0, 1.0]
+        exact = filled(model, ids, "bf16").layers[1].keys[:, :, :9].float()
+        codes, _ = reference.quantize(exact, fmt, tensors)
+        stored = reference.to_interchange(changed.layers[1].key, 9)[0]
+        assert (codes == stored).float().mean() > 0.9  # but for the rounding to bf16 of what it is compared with
+
+    @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
+    def test_one_layers_scale_reaches_its_read_path_and_no_other(self, tiny_llama, ids, name):
+        model = tiny_llama(num_hidden_layers=3)
+        cache = filled(model, ids, name)
+        before = [(layer.keys, layer.values) for layer in cache.layers]
+        cache.layers[1].key.scale.mul_(2)
+        for index, (layer, (keys, values)) in enumerate(zip(cache.layers, before, strict=True)):
+            assert torch.equal(layer.keys, keys * 2 if index == 1 else keys) and torch.equal(layer.values, values)
+
+    def test_set_in_place_once_the_cache_is_empty(self, tiny_llama, ids):
+        model, new = tiny_llama(), scales_of([0.5, [0.25, 0.125]])
+        cache = filled(model, ids, "fp8_e4m3")
+        with pytest.raises(ValueError, match="holds tokens that were stored with its present scales; call reset"):
+            cache.set_scales(new)
+        addresses = [t.data_ptr() for layer in cache.layers for t in (layer.key.scale, layer.value.scale)]
+        cache.reset()
+        cache.set_scales(new)
+        logits(model, cache, ids[:, :9])
+        assert addresses == [t.data_ptr() for layer in cache.layers for t in (layer.key.scale, layer.value.scale)]
+        expected = filled(model, ids, KVQuantConfig(scales=new))
+        for a, b in zip(cache.layers, expected.layers, strict=True):
+            assert torch.equal(a.key.codes, b.key.codes) and torch.equal(a.value.scale, b.value.scale)
+        unused = QuantizedCache(model.config, max_cache_len=32)
+        unused.set_scales(new)
+        logits(model, unused, ids[:, :9])
+        assert torch.equal(unused.layers[1].key.codes, expected.layers[1].key.codes)
+
+    @pytest.mark.parametrize(
+        ("scales", "message"),
+        [
+            (scales_of([1.0]), "scales has scales for layers 0, none for 1 of the model"),
+            (scales_of([1.0] * 3), "scales has scales for layers 2, and the model's layers are 0-1"),
+            (scales_of([1.0, [1.0] * 3]), "layer 1 has 3 scales for its key, and the model has 2 KV heads"),
+            (scales_of([1.0] * 2).shard(0, 2), None),
+            (KVScales(scales_of([1.0] * 2).layers, "qwen3"), "scales for a qwen3 model; this is a llama"),
+            (KVScales.of({0: ((), ()), 1: ((), ())}, "bf16"), "scales made for 'bf16' hold none for 'fp8_e4m3'"),
+        ],
+    )
+    def test_scales_of_another_model(self, tiny_llama, scales, message):
+        config = tiny_llama().config
+        if message is None:
+            QuantizedCache(config, KVQuantConfig(scales=scales))
+            return
+        with pytest.raises(ValueError, match=message):
+            QuantizedCache(config, KVQuantConfig(scales=scales))
+        with pytest.raises(ValueError, match=message):
+            QuantizedCache(config).set_scales(scales)
+
+    def test_one_ranks_scales_for_all_heads(self, tiny_llama, ids):
+        """Nothing is stored: the heads that a rank has are known at its first update."""
+        model = tiny_llama()
+        part = KVScales.of({i: ([1.0, 2.0, 3.0, 4.0], 1.0) for i in range(2)}).shard(0, 4)
+        cache = QuantizedCache(model.config, KVQuantConfig(scales=part), max_cache_len=32)
+        logits(model, cache, ids[:, :9])  # one scale is broadcast
+        with pytest.raises(ValueError, match="2 scales for a layer of 4 KV heads; .*KVScales.shard"):
+            get_format("nvfp4").allocate(1, 4, 8, 64, "cpu", torch.ones(2))
+
+    def test_saturation(self, tiny_llama, ids):
+        model = tiny_llama()
+        assert QuantizedCache(model.config).saturation() == [(0.0, 0.0)] * 2
+        for name, small in (("fp8_e4m3", 1e-3), ("nvfp4", 1e-6)):
+            scales = KVScales.of({0: (1.0, 1.0), 1: (small, 1.0)}, name)
+            (fine, _), (bad, value) = filled(model, ids, KVQuantConfig(name, scales=scales)).saturation()
+            assert fine < 0.005 and value < 0.005 and bad > 0.5
+        assert filled(model, ids, "fp4_mx_block16").saturation() == [(0.0, 0.0)] * 2
+
+
+class TestFormatsByLayer:
+    def test_each_layer_is_stored_in_its_own(self, tiny_llama, ids):
+        model = tiny_llama(num_hidden_layers=4)
+        layers = {1: "nvfp4", "2:4": {"key_format": "fp8_e5m2"}}
+        cache = filled(model, ids, KVQuantConfig(layers=layers, skip_layers=[-1]))
+        found = [(layer.key_format.name, layer.value_format.name) for layer in cache.layers]
+        assert found == [("fp8_e4m3",) * 2, ("nvfp4",) * 2, ("fp8_e5m2", "fp8_e4m3"), ("bf16",) * 2]
+        assert [layer.nbytes for layer in cache.layers] == [3 * 32 * n for n in (256, 144, 256, 512)]
+        alone = [filled(model, ids, name) for name in ("fp8_e4m3", "nvfp4", "fp8_e5m2", "bf16")]
+        for index, own in enumerate(alone):
+            assert torch.equal(cache.layers[index].keys, own.layers[index].keys)
+
+    def test_a_layer_that_the_model_does_not_have(self, tiny_llama):
+        with pytest.raises(ValueError, match="layer '2' is none of the model's 2, 0 to 1"):
+            QuantizedCache(tiny_llama().config, KVQuantConfig(skip_layers=[2]))
+
+    def test_a_head_dim_that_one_layers_format_cannot_hold(self):
+        register_format(KVFormat("test_cache_block32", "e2m1", block_scale="e8m0", block=32))
+        with pytest.raises(ValueError, match="'test_cache_block32' cannot hold head_dim 80"):
+            QuantizedCache(LlamaConfig(head_dim=80), KVQuantConfig("nvfp4", layers={3: "test_cache_block32"}))

@@ -41,7 +41,7 @@ class Attend(nn.Module):
 
 
 def quantized_layer(config=FP8_NVFP4, prefill=9):
-    layer = QuantizedLayer(config, SLOTS)
+    layer = QuantizedLayer(config.layer(0), SLOTS)
     if prefill:
         layer.update(*tokens(prefill, seed=5)[1:])
     return layer

@@ -397,3 +397,89 @@ class TestBadInput:
         assert any("left attention unfused" in str(w.message) for w in caught)
         report = kvpass.report(model)
         assert report.fused == 0 and "the decoded cache is read by" in str(report)
+
+
+class TestScales:
+    SCALES = kvpass.KVScales.of({0: (0.05, [0.02, 0.03]), 1: ([0.04, 0.07], 0.5)})
+
+    def test_formats_and_scales_by_layer(self, tiny_llama, prompt):
+        model = tiny_llama()
+        config = kvpass.KVQuantConfig(layers={-1: "nvfp4"}, scales=self.SCALES)
+        expected = by_hand(model, prompt, config)
+        kvpass.enable(model, config)
+        assert torch.equal(generate(model, prompt), expected)
+        report = kvpass.report(model)
+        assert report.fused == 2 and report.config.scales == self.SCALES
+        assert "scales: 2 layers, per head, from scales: K 0.05 (layer 0) to 0.07 (layer 1)" in str(report)
+        assert "K fp8_e4m3, V fp8_e4m3, 256 bytes" in str(report) and "K nvfp4, V nvfp4, 144 bytes" in str(report)
+        assert "scale too small" not in str(report)
+        kvpass.enable(model, "fp8_e4m3")  # the scales are gone
+        assert "scales:" not in str(kvpass.report(model))
+        assert torch.equal(generate(model, prompt), by_hand(model, prompt, "fp8_e4m3"))
+
+    def test_static_cache_of_the_callers(self, tiny_llama, prompt):
+        """The compiled graph does not know the model, so that -1 reaches it as an index."""
+        model = tiny_llama()
+        config = kvpass.KVQuantConfig(skip_layers=[-1], scales=self.SCALES)
+        expected = by_hand(model, prompt, config)
+        kvpass.enable(model, config)
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+        assert [layer.keys.format for layer in cache.layers] == ["fp8_e4m3", "bf16"]
+
+    def test_by_compile_config(self, tiny_llama, prompt, tmp_path):
+        model = tiny_llama()
+        expected = by_hand(model, prompt, kvpass.KVQuantConfig(scales=self.SCALES))
+        self.SCALES.to_json(tmp_path / "kv.json")
+        for scales in (str(tmp_path / "kv.json"), self.SCALES.to_dict()):
+            config = CompileConfig(backend="kvquant", mode=None, options={"scales": scales})
+            config._compile_all_devices = True
+            assert torch.equal(generate(model, prompt, cache_implementation="static", compile_config=config), expected)
+
+    def test_a_scale_that_is_too_small_is_reported(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(
+            model, kvpass.KVQuantConfig("nvfp4", scales=kvpass.KVScales.of({0: (1, 1), 1: (1, 1e-7)}, "nvfp4"))
+        )
+        generate(model, prompt, tokens=3)
+        report = str(kvpass.report(model))
+        assert report.count("scale too small") == 1 and "of layer 1's V is at the end of its range" in report
+
+    def test_scales_of_another_model_leave_it_as_it_is(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        with pytest.raises(ValueError, match="has scales for layers 0, none for 1 of the model"):
+            kvpass.enable(model, kvpass.KVQuantConfig(scales=kvpass.KVScales.of({0: (1.0, 1.0)})))
+        assert "format='nvfp4'" in str(kvpass.report(model))
+
+
+class TestFormatOfTheCheckpoint:
+    @pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
+    def test_it_is_taken_where_none_is_named(self, tiny_llama, prompt, tmp_path, format):
+        tiny_llama().save_pretrained(tmp_path / "model")
+        scales = kvpass.KVScales.of({0: (0.005, [0.002, 0.003]), 1: ([0.004, 0.007], 0.05)}, format)
+        scales.to_checkpoint(tmp_path / "model", tmp_path / "copy", layout="modelopt")
+        model = tiny_llama().from_pretrained(tmp_path / "copy")
+        kvpass.enable(model)
+        report = kvpass.report(model)
+        assert report.config.format == format and str(tmp_path / "copy") in str(report)
+        expected = by_hand(model, prompt, kvpass.KVQuantConfig(format, scales=scales))
+        assert torch.equal(generate(model, prompt), expected)
+        kvpass.enable(model, "fp8_e5m2")
+        assert kvpass.report(model).config == kvpass.KVQuantConfig("fp8_e5m2")
+
+    def test_a_checkpoint_that_says_nothing(self, tiny_llama, tmp_path):
+        model = tiny_llama()
+        kvpass.enable(model)
+        assert kvpass.report(model).config == kvpass.KVQuantConfig()
+        model.save_pretrained(tmp_path)
+        model = tiny_llama().from_pretrained(tmp_path)
+        kvpass.enable(model)
+        assert kvpass.report(model).config == kvpass.KVQuantConfig()
+
+    def test_scales_that_are_not_to_be_found(self, tiny_llama):
+        model = tiny_llama()
+        model.config.quantization_config = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+        with pytest.raises(ValueError, match="says that the KV cache is fp8_e4m3, but the checkpoint .* is not found"):
+            kvpass.enable(model)
+        kvpass.enable(model, "fp8_e4m3")

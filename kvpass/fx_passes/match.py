@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import GetItemSource
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 STORE = torch.ops.kvpass.store.default
@@ -60,6 +61,7 @@ class StaticRead:
         copy: The ``index_copy_`` that writes this call's tokens.
         tokens, positions: Nodes of those tokens and of their slots.
         markers: ``kvpass::released`` calls through which an already quantized buffer is seen.
+        index: Of its layer among the cache's layers; None where the buffer's origin does not tell.
     """
 
     buffer: fx.Node
@@ -67,6 +69,7 @@ class StaticRead:
     tokens: fx.Node
     positions: fx.Node
     markers: tuple[fx.Node, ...]
+    index: int | None = None
 
     @property
     def source(self) -> fx.Node:
@@ -117,10 +120,15 @@ class Rejected:
 Match = Site | Exact | Rejected
 
 
-def find_sites(graph: fx.Graph) -> list[Match]:
-    """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order."""
+def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
+    """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order.
+
+    Args:
+        by_layer: Whether the layers of a ``StaticCache`` are not all stored alike, so that a site must know its own.
+    """
     matches = [
-        _match_attention(node, _sdpa_arguments(node)) for node in graph.find_nodes(op="call_function", target=SDPA)
+        _match_attention(node, _sdpa_arguments(node), by_layer)
+        for node in graph.find_nodes(op="call_function", target=SDPA)
     ]
     accounted: set[fx.Node] = set()
     for match in matches:
@@ -171,7 +179,7 @@ def example(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
+def _match_attention(node: fx.Node, call: dict[str, Any], by_layer: bool) -> Match:
     layer = layer_of(node)
     query, mask = call["query"], call["attn_mask"]
     if _stores_fresh(call["key"], call["value"]):
@@ -185,7 +193,7 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
     (_, key_node, key), (_, value_node, value) = sides
     if isinstance(key, StaticRead) and call["is_causal"] and _is_cut(key_node) and _is_cut(value_node):
         return Exact(node, layer)  # the prompt in an empty static cache, still bf16
-    if reason := _obstacle(call, key, value):
+    if reason := _obstacle(call, key, value, by_layer):
         return Rejected(node, layer, reason)
     consumed: list[fx.Node] = []
     for name, source, read in sides:
@@ -206,13 +214,21 @@ def _match_attention(node: fx.Node, call: dict[str, Any]) -> Match:
     return Site(node, key, value, query, mask, float(scale), layer, tuple(consumed))
 
 
-def _obstacle(call: dict[str, Any], key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead) -> str | None:
+def _obstacle(
+    call: dict[str, Any], key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead, by_layer: bool
+) -> str | None:
     """What the fused attention cannot express, or None."""
     heads, kv_heads, mask = example(call["query"]).shape[1], example(key.source).shape[1], call["attn_mask"]
     if type(key) is not type(value):
         return "K and V come from caches of different kinds"
     if key.positions is not value.positions:
         return "K and V are written at different positions"
+    if by_layer and isinstance(key, StaticRead) and isinstance(value, StaticRead):
+        if key.index is None or key.index != value.index:
+            return (
+                "formats or scales differ from layer to layer, and which layer of a cache the buffers of K and V "
+                "belong to cannot be told; use a kvpass.QuantizedCache"
+            )
     if _is_cut(call["key"]) or _is_cut(call["value"]):
         return "it reads a slice of the cache"
     if call["dropout_p"] != 0.0:
@@ -288,7 +304,18 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     _, dim, positions, tokens = copies[0].args
     if dim != 2:
         return f"is written along dimension {dim}; a StaticCache is written along 2"
-    return StaticRead(buffer, copies[0], tokens, positions, markers)  # type: ignore[arg-type]
+    return StaticRead(buffer, copies[0], tokens, positions, markers, _cache_index(buffer))  # type: ignore[arg-type]
+
+
+def _cache_index(buffer: fx.Node) -> int | None:
+    """The layer of a buffer that Dynamo found as ``<cache>.layers[index].keys`` or ``.values``."""
+    source = getattr(buffer, "_dynamo_source", None)
+    while source is not None:
+        holder = getattr(source, "base", None)
+        if isinstance(source, GetItemSource) and getattr(holder, "member", None) == "layers":
+            return source.index if isinstance(source.index, int) else None
+        source = holder
+    return None
 
 
 def _is_index_copy(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from kvpass import ops
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
-from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, example, why_none
+from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead, example, why_none
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
     if not isinstance(match, Site):
         return SiteReport(match.layer, "not fused", reason=match.reason)
     names, nbytes = [], 0
-    for read, fmt in ((match.key, config.key), (match.value, config.value)):
+    layer = config.layer(match.key.index or 0) if isinstance(match.key, StaticRead) else config
+    for read, fmt in ((match.key, layer.key), (match.value, layer.value)):
         if isinstance(read, QuantizedRead):
             fmt = get_format(read.format)
         kv_heads, head_dim = int(example(read.source).shape[1]), int(example(read.source).shape[3])

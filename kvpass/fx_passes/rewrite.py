@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import AttrSource
 
-from kvpass.config import KVQuantConfig
+from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
 from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
@@ -30,10 +30,12 @@ class Input(NamedTuple):
 
 
 class StaticPair(NamedTuple):
-    """Positions, among the inputs of the graph before, of one layer's K and V buffers of a ``StaticCache``."""
+    """Positions, among the inputs of the graph before, of one layer's K and V buffers of a ``StaticCache``, and how
+    that layer is stored."""
 
     key: int
     value: int
+    layer: LayerConfig
 
 
 def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) -> tuple[list[Input], list[StaticPair]]:
@@ -42,7 +44,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
     Args:
         gm: The graph module ``sites`` were found in.
         sites: What to fuse.
-        config: Formats for the buffers of a ``StaticCache``; a ``QuantizedCache`` brings its own.
+        config: Formats and scales for the buffers of a ``StaticCache``; a ``QuantizedCache`` brings its own.
 
     Returns:
         The inputs of the rewritten graph, and the pairs of former inputs whose buffers must be quantized before it
@@ -53,14 +55,15 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
     pairs, origin = [], {node: Input(index, None) for node, index in before.items()}
     for site in sites:
         if isinstance(site.key, StaticRead) and isinstance(site.value, StaticRead):
-            pairs.append(StaticPair(before[site.key.buffer], before[site.value.buffer]))
+            layer = config.layer(site.key.index or 0)
+            pairs.append(StaticPair(before[site.key.buffer], before[site.value.buffer], layer))
             buffers = []
-            for read, fmt in ((site.key, config.key), (site.value, config.value)):
+            for read, fmt in ((site.key, layer.key), (site.value, layer.value)):
                 placeholders = _replacements(graph, read.buffer, fmt)
                 position = origin.pop(read.buffer).position
                 origin |= {node: Input(position, field) for field, node in placeholders.items()}
                 buffers += [placeholders.get(field) for field in KVBuffers._fields]
-            formats = (config.key.name, config.value.name)
+            formats = (layer.key.name, layer.value.name)
             with graph.inserting_before(site.attention):
                 new_tokens = (site.key.tokens, site.value.tokens, site.key.positions)
                 graph.call_function(STORE, (*new_tokens, *buffers, *formats))

@@ -1,0 +1,69 @@
+"""Windows of tokens from sample text, read piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Data = str | Path | Iterable[str] | Iterable[Tensor]
+_CHUNK = 1 << 16  # characters tokenized at once
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """The pieces of a text, a file or an iterable of texts."""
+    if isinstance(data, Path):
+        with data.open(encoding="utf-8") as file:
+            while piece := file.read(_CHUNK):
+                yield piece
+    elif isinstance(data, str):
+        yield from (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
+    else:
+        yield from data
+
+
+def token_windows(data: Any, tokenizer: Any, window: int) -> Iterator[Tensor]:
+    """Windows of at most ``window`` tokens, ``[batch, length]`` int64. Texts are joined; tensors are only cut."""
+    if not isinstance(data, (str, Path)):
+        pieces = iter(data)
+        first = next(pieces, None)
+        data = () if first is None else itertools.chain([first], pieces)
+        if isinstance(first, Tensor):
+            for ids in filter(torch.Tensor.numel, data):
+                yield from ids.cpu().reshape(-1, ids.shape[-1]).split(window, dim=1)
+            return
+    if tokenizer is None:
+        raise ValueError("text needs the model's tokenizer: tokenizer=...")
+    start: list[int] = tokenizer("")["input_ids"]  # what this tokenizer puts before every text
+    if window <= len(start):
+        raise ValueError(f"window is {window}, and this tokenizer puts {len(start)} tokens before every text")
+    tokens = list(start)
+    for text in _texts(data):
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        while len(tokens) >= window:
+            yield torch.tensor([tokens[:window]])
+            tokens = start + tokens[window:]
+    if len(tokens) > len(start):
+        yield torch.tensor([tokens])
+
+
+def token_batches(data: Any, tokenizer: Any, window: int, batch_size: int, max_tokens: int | None) -> Iterator[Tensor]:
+    """Windows of one length put together, up to ``max_tokens``."""
+    waiting: list[Tensor] = []
+    left = max_tokens if max_tokens is not None else sys.maxsize
+    for ids in token_windows(data, tokenizer, window):
+        ids = ids[:, : left // ids.shape[0]]
+        left -= ids.numel()
+        if waiting and (ids.shape[1] != waiting[0].shape[1] or len(waiting) == batch_size):
+            yield torch.cat(waiting)
+            waiting = []
+        if not ids.numel():
+            break
+        waiting.append(ids)
+    if waiting:
+        yield torch.cat(waiting)
