@@ -1,4 +1,4 @@
-"""The ``kvpass`` command: what formats there are, what this machine runs, and benchmarks.
+"""The ``kvpass`` command: what formats there are, what this machine runs, calibration, and benchmarks.
 
 A subcommand is one function that adds its parser and sets ``run``, listed in ``COMMANDS`` (or ``BENCHMARKS``).
 Bad input is one line on standard error and exit code 2; a benchmark whose numeric check fails exits with 1.
@@ -45,6 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         print(f"kvpass: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _add_calibrate(subparsers: Subparsers) -> None:
+    from kvpass.calibrate import add_arguments, run
+
+    help = "measure the scales of a model's KV cache on a text"
+    parser = subparsers.add_parser("calibrate", help=help, description=help)
+    add_arguments(parser)
+    parser.set_defaults(run=run)
 
 
 def _add_formats(subparsers: Subparsers) -> None:
@@ -224,7 +233,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if available and name != "cpu" else torch.device("cpu")
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_bench)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_calibrate, _add_bench)
 BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (_add_bench_attention, _add_bench_store)
 
 if __name__ == "__main__":

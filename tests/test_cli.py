@@ -49,6 +49,8 @@ def test_env_survives_a_broken_kernel(capsys, monkeypatch):
         ("", "required: COMMAND"),
         ("frobnicate", "frobnicate"),
         ("bench", "required: BENCHMARK"),
+        ("calibrate model --data no.txt --out kv.json", "--data no.txt is not a file"),
+        ("calibrate model --out kv.json", "required: --data"),
         ("formats --head-dim 72", "cannot hold head_dim 72"),
         ("formats --layers 0", "--layers is 0; it must be at least 1"),
         ("bench attention --device cpu --shape Z", "unknown shape 'Z'; known: A, B"),
