@@ -31,23 +31,9 @@ def model_and_prompt(loaded, device):
     kvpass.disable(model)
 
 
-def unfused_tokens(model, prompt, name, count):
-    """Greedy tokens through an eager cache, and the two largest logits before each."""
-    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
-    step, tokens, top = prompt, [], []
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(step, past_key_values=cache).logits[0, -1].float()
-        top.append(logits.topk(2))
-        step = top[-1].indices[:1][None]
-        tokens.append(int(step))
-    return tokens, top
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_generate(model_and_prompt, name):
     model, prompt = model_and_prompt
-    expected, top = unfused_tokens(model, prompt, name, 64)
     kvpass.enable(model, name)
     calls, get_compiled_call = [], model.get_compiled_call
 
@@ -67,15 +53,34 @@ def test_generate(model_and_prompt, name):
 
     error = check_logits(model, prompt, name, *calls[0])
 
-    # `min_new_tokens` forbids the end of text, which the unfused loop does not; compare up to there.
-    end = expected.index(model.config.eos_token_id) if model.config.eos_token_id in expected else 64
-    different = next((i for i in range(end) if out[i] != expected[i]), None)
-    if different is not None:
-        (first, second), candidates = top[different].values.tolist(), top[different].indices.tolist()
-        tie = f"token {different}: {candidates} with logits {first:.4f} and {second:.4f}; fused took {out[different]}"
-        print(tie)
-        # What two logits can differ by between two paths that each err by `error`: four standard deviations.
-        assert out[different] in candidates and first - second <= 4 * 2 * error, tie
+    check_tokens(model, prompt, name, calls, out, error)
+
+
+def check_tokens(model, prompt, name, calls, tokens, error):
+    """`generate`'s tokens are those of the unfused path on the same quantized bytes, but for near-ties, shown.
+
+    Every decode step of `generate` runs again over a new cache: unfused, then, after taking that token back, fused,
+    which leaves its own bytes there for the next step.
+    """
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    for index, (compiled, arguments) in enumerate(calls, start=1):
+        arguments = arguments | {_CACHE_ARGUMENT: cache}
+        with torch.no_grad():
+            unfused = model(**arguments).logits[0, -1].float()
+            cache.crop(-1)
+            fused = compiled(**arguments).logits[0, -1].float()
+        for logits in (unfused, fused):
+            logits[model.generation_config.eos_token_id] = -torch.inf  # as `min_new_tokens` has it
+        assert int(fused.argmax()) == tokens[index], f"the fused step {index} does not repeat what generate did"
+        best = int(unfused.argmax())
+        if best != tokens[index]:
+            gap = (unfused[best] - unfused[tokens[index]]).item()
+            tie = f"{name}, token {index}: unfused {best}, fused {tokens[index]}, {gap:.4f} apart"
+            print(tie)
+            # Each path errs by `error`, so two logits of two paths differ by twice that; twice more for the tail.
+            assert gap <= 4 * error, f"{tie}; a logit errs by {error:.4f}"
 
 
 def check_logits(model, prompt, name, compiled, arguments):
