@@ -14,8 +14,8 @@ format:  ## What check asks for, where it can be done by machine
 	ruff check --fix
 	ruff format
 
-test:  ## Everything that runs without a GPU
-	pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+test:  ## Everything that runs without a GPU; one thread each, or two processes would wait for each other's
+	OMP_NUM_THREADS=1 pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
 test-gpu:  ## What needs a CUDA GPU
 	pytest -m gpu $(ARGS)
