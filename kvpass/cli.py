@@ -206,11 +206,45 @@ def _bench_store(arguments: argparse.Namespace) -> int:
     return store.run(options, Output.choose("store", arguments.record, arguments.out, arguments.json))
 
 
-def _add_benchmark(subparsers: Subparsers, name: str, help: str) -> _Parser:
-    """A parser with what all benchmarks take."""
+def _add_bench_generate(subparsers: Subparsers) -> None:
+    parser = _add_benchmark(subparsers, "generate", "whole generate calls against transformers' own caches", rounds=False)
+    parser.add_argument("--model", default=None, help="a shape with random weights, a folder, or a hub id")
+    parser.add_argument("--case", nargs="+", metavar="BATCHxPROMPT", help="as 16x8192")
+    parser.add_argument(
+        "--formats", nargs="+", metavar="FORMAT", help="names, pairs for K and V (fp8_e4m3/nvfp4), or configuration files"
+    )
+    parser.add_argument("--baselines", nargs="+", metavar="CACHE", help="dynamic static quanto hqq fp8, or none")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="generated for each prompt")
+    parser.add_argument("--prefill-chunk", type=int, default=0, metavar="N", help="tokens of a prefill's chunk; 0: no chunks")
+    parser.add_argument("--dtype", default="bf16", help="of weights and activations: bf16, fp16 or fp32")
+    parser.set_defaults(run=_bench_generate)
+
+
+def _bench_generate(arguments: argparse.Namespace) -> int:
+    from kvpass.bench import generate
+    from kvpass.bench.record import Output
+
+    device = _device(arguments.device)
+    on_gpu = device.type == "cuda"
+    options = generate.Options.parse(
+        arguments.model or ("llama-3-8b" if on_gpu else "tiny"),
+        arguments.case or (list(generate.DEFAULT_CASES) if on_gpu else ["2x32"]),
+        arguments.formats or list(generate.DEFAULT_FORMATS),
+        arguments.baselines or ["dynamic", "static"],
+        arguments.new_tokens,
+        arguments.prefill_chunk,
+        arguments.dtype,
+        device,
+    )
+    return generate.run(options, Output.choose("generate", arguments.record, arguments.out, arguments.json))
+
+
+def _add_benchmark(subparsers: Subparsers, name: str, help: str, rounds: bool = True) -> _Parser:
+    """A parser with what all benchmarks take, and ``--rounds`` for those of single kernels."""
     parser = subparsers.add_parser(name, help=help, description=help)
     parser.add_argument("--device", default="auto", help="cuda, cpu (slow, for tests) or auto")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="how often each variant is timed")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=20, metavar="N", help="how often each variant is timed")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of tables")
     parser.add_argument("--record", action="store_true", help=f"append the rows to benchmarks/results/{name}.jsonl")
     parser.add_argument("--out", metavar="FILE", help="append the rows to FILE")
@@ -234,7 +268,7 @@ def _device(name: str) -> torch.device:
 
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_calibrate, _add_bench)
-BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (_add_bench_attention, _add_bench_store)
+BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (_add_bench_attention, _add_bench_store, _add_bench_generate)
 
 if __name__ == "__main__":
     sys.exit(main())

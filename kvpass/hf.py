@@ -31,7 +31,7 @@ for _name, _least in _MINIMUM.items():
         raise ImportError(f"kvpass needs {_name} {_least} or newer; {importlib.metadata.version(_name)} is installed")
 
 # The argument that `generate` keeps the cache in was renamed.
-_CACHE_ARGUMENT = (
+CACHE_ARGUMENT = (
     "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
 )
 # What `enable` overrides on a model, by the functions below that do it.
@@ -267,7 +267,7 @@ def _prepare_cache_for_generation(
             "kvpass.disable(assistant_model). The main model can stay enabled"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-    cache = model_kwargs.get(_CACHE_ARGUMENT)
+    cache = model_kwargs.get(CACHE_ARGUMENT)
     if cache is None and generation_config.use_cache is not False:
         if generation_config.cache_implementation is not None:
             raise ValueError(
@@ -277,7 +277,7 @@ def _prepare_cache_for_generation(
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
         _used.get().append(_Use(cache, rows, is_ours=not generation_config.return_dict_in_generate))
-        model_kwargs[_CACHE_ARGUMENT] = cache
+        model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
             _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True).num_hidden_layers)

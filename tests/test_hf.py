@@ -10,7 +10,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, MambaCon
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
-from kvpass.hf import _CACHE_ARGUMENT
+from kvpass.hf import CACHE_ARGUMENT
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -177,10 +177,10 @@ def test_the_cache_is_used_again_only_when_nobody_else_has_it(tiny_llama, prompt
     generate(model, prompt)
     spare = model._kvpass.spare
     kept = generate(model, prompt, return_dict_in_generate=True)
-    assert kept[_CACHE_ARGUMENT] is spare and model._kvpass.spare is None
-    stored = kept[_CACHE_ARGUMENT].layers[0].keys
+    assert kept[CACHE_ARGUMENT] is spare and model._kvpass.spare is None
+    stored = kept[CACHE_ARGUMENT].layers[0].keys
     generate(model, prompt.flip(0))
-    assert torch.equal(kept[_CACHE_ARGUMENT].layers[0].keys, stored)
+    assert torch.equal(kept[CACHE_ARGUMENT].layers[0].keys, stored)
     assert model._kvpass.spare is not spare
 
 

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from kvpass.formats import KVBuffers
-from kvpass.hf import _CACHE_ARGUMENT
+from kvpass.hf import CACHE_ARGUMENT
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -66,7 +66,7 @@ def check_tokens(model, prompt, name, calls, tokens, error):
     with torch.no_grad():
         model(prompt, past_key_values=cache)
     for index, (compiled, arguments) in enumerate(calls, start=1):
-        arguments = arguments | {_CACHE_ARGUMENT: cache}
+        arguments = arguments | {CACHE_ARGUMENT: cache}
         with torch.no_grad():
             unfused = model(**arguments).logits[0, -1].float()
             cache.crop(-1)
@@ -114,7 +114,7 @@ def logits_of(step, cache, forced, arguments):
     for token in forced:
         ids = torch.tensor([[token]], device=cache.layers[0].device)
         with torch.no_grad():
-            out = step(**arguments | {"input_ids": ids, _CACHE_ARGUMENT: cache})
+            out = step(**arguments | {"input_ids": ids, CACHE_ARGUMENT: cache})
         outs.append(out.logits[0, -1].double().cpu())
         cache.crop(-1)
     return torch.stack(outs)

@@ -1,0 +1,85 @@
+"""Models that benchmarks run: one of your own, or a shape with random weights, which needs no download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "llama-3.2-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The configuration of a name in :data:`SHAPES`, a local folder, or a model on the hub.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if model in SHAPES:
+        return LlamaConfig(**SHAPES[model])
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {model!r} is no shape ({', '.join(SHAPES)}), and transformers finds no folder or hub model of that "
+            f"name: {' '.join(str(error).split())[:200]}"
+        ) from error
+
+
+def load_model(model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model itself, in eval mode; a shape of :data:`SHAPES` gets random weights, the same each time."""
+    config = load_config(model)
+    if model not in SHAPES:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        return loaded
+    torch.manual_seed(0)
+    with torch.device(device):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return made.eval()
+
+
+def parameter_count(config: PreTrainedConfig) -> int:
+    """Parameters of a model of this configuration, counted on one that is built without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def streamed_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a decode step has to read: all but an input embedding that is not also the output's."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding
+    return total if is_tied else total - embedding.numel() * embedding.element_size()
+
