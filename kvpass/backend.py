@@ -20,6 +20,7 @@ from kvpass.formats import KVBuffers, check_scale, unknown_name
 from kvpass.fx_passes.match import STORE, Site, find_sites
 from kvpass.fx_passes.report import GraphReport, describe
 from kvpass.fx_passes.rewrite import Input, StaticPair, rewrite
+from kvpass.fx_passes.stack import Stacked, find_stacks, stack_linears
 from kvpass.static_cache import ReleasedBuffer, quantize_pair
 
 Compiled = Callable[..., Any]
@@ -58,30 +59,34 @@ def kvquant(
     _detach_graph(gm)
     matches = find_sites(gm.graph, config.differs_by_layer)
     sites = [match for match in matches if isinstance(match, Site)]
-    report = describe(gm.graph, matches, config)
+    uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes) or bool(sites)
+    stacks = find_stacks(gm.graph, example_inputs) if uses_cache and config.stack_linears else []
+    report = describe(gm.graph, matches, config, stacks)
     _remember(report, example_inputs)
     _complain(report, config.strict)
 
     born = _buffers_born(gm.graph)
-    inputs, pairs = rewrite(gm, sites, config)
+    origin, pairs = rewrite(gm.graph, sites, config)
+    stack_linears(gm.graph, stacks, origin)
+    gm.graph.lint()
+    gm.recompile()
+    inputs = [origin[node] for node in gm.graph.find_nodes(op="placeholder")]
     first_use = any(not isinstance(example_inputs[pair.key], ReleasedBuffer) for pair in pairs)
     if first_use or born:
         # This graph runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
         patches["triton.cudagraphs"] = False
-    uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes)
     with torch.no_grad() if uses_cache else nullcontext():
         compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs), mode, patches)
     if not uses_cache:
         return compiled
 
-    def select(args: Sequence[Any]) -> list[Any]:
-        return [args[i.position] if i.field is None else getattr(args[i.position].buffers, i.field) for i in inputs]
+    is_unchanged = all(isinstance(source, Input) and source.field is None for source in inputs)
 
     @torch.no_grad()
     def run(*args: Any) -> Any:
         for pair in pairs:
             quantize_pair(args[pair.key], args[pair.value], pair.layer)
-        outputs = compiled(*(select(args) if pairs else args))
+        outputs = compiled(*(args if is_unchanged else [source.of(args) for source in inputs]))
         for index in born:
             torch._dynamo.mark_static_address(outputs[index])
         return outputs
@@ -156,9 +161,11 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patch
     return compile_fx(gm, list(inputs), config_patches=mode_options | patches)  # type: ignore[return-value]
 
 
-def _example_inputs(inputs: Sequence[Input], pairs: Sequence[StaticPair], before: Sequence[Any]) -> list[Any]:
-    """The example inputs of the rewritten graph. A ``StaticCache`` is quantized when the graph runs, not when it is
-    compiled (Dynamo's guards must see its buffers as they were), so the new inputs are fake tensors."""
+def _example_inputs(
+    inputs: Sequence[Input | Stacked], pairs: Sequence[StaticPair], before: Sequence[Any]
+) -> list[Any]:
+    """The example inputs of the rewritten graph. A ``StaticCache`` is quantized, and weights are moved, when the graph
+    runs, not when it is compiled (Dynamo's guards must see them as they were), so the new inputs are fake tensors."""
     fake_mode = detect_fake_mode(before)
     buffers: dict[int, KVBuffers] = {}
     with fake_mode or nullcontext():
@@ -167,7 +174,14 @@ def _example_inputs(inputs: Sequence[Input], pairs: Sequence[StaticPair], before
                 check_scale(scale, int(before[index].shape[1]))
             for index, fmt in ((pair.key, pair.layer.key), (pair.value, pair.layer.value)):
                 buffers[index] = fmt.allocate_like(before[index])
-    return [before[i.position] if i.field is None else getattr(buffers[i.position], i.field) for i in inputs]
+        return [
+            source.example(before)
+            if isinstance(source, Stacked)
+            else before[source.position]
+            if source.field is None
+            else getattr(buffers[source.position], source.field)
+            for source in inputs
+        ]
 
 
 def _buffers_born(graph: fx.Graph) -> list[int]:

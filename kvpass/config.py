@@ -71,10 +71,12 @@ class KVQuantConfig:
             ``model.layers.<index>.self_attn`` or of its type in the model's ``layer_types``. Later entries win.
         skip_layers: Selectors of layers kept in bf16; they win over ``layers``.
         scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content; None for 1.0.
+        stack_linears: Compute linear layers that read the same input (q, k and v; gate and up) as one. Their weights
+            are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`.
 
     Raises:
         ValueError: An unknown format, a selector that is none of the above, scales that are not valid, or a ``strict``
-            that is no boolean.
+            or ``stack_linears`` that is no boolean.
     """
 
     format: str = "fp8_e4m3"
@@ -84,6 +86,7 @@ class KVQuantConfig:
     layers: Any = field(default=())
     skip_layers: Any = field(default=())
     scales: Any = None
+    stack_linears: bool = True
 
     def __post_init__(self) -> None:
         layers = self.layers.items() if isinstance(self.layers, Mapping) else self.layers
@@ -94,8 +97,9 @@ class KVQuantConfig:
         of_layers = (name for entry in self.layers for name in entry[1:] if name is not None)
         for name in (self.format, self.key_format or self.format, self.value_format or self.format, *of_layers):
             get_format(name)
-        if not isinstance(self.strict, bool):
-            raise ValueError(f"strict is {self.strict!r}; allowed: True, False")
+        for name in ("strict", "stack_linears"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
 
     @property
     def key(self) -> KVFormat:

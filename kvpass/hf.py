@@ -1,7 +1,8 @@
 """``enable``, ``disable``, ``report``: the one line for ``generate``.
 
 This is the only module that touches what is private in transformers: the two methods of ``GenerationMixin`` and
-``PreTrainedModel`` that :func:`enable` overrides on one model, and a flag of ``CompileConfig``.
+``PreTrainedModel`` that :func:`enable` overrides on one model, a flag of ``CompileConfig``, and the question whether
+``generate`` may look one step late whether to stop (:func:`_defer_stop_check`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers.generation.utils
 from packaging.version import Version
 from torch import nn
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
@@ -24,6 +26,7 @@ from kvpass.cache import QuantizedCache, check_attention
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.fx_passes.report import GraphReport
+from kvpass.fx_passes.stack import unstack
 
 _MINIMUM = {"torch": Version("2.11"), "transformers": Version("5.15")}
 for _name, _least in _MINIMUM.items():
@@ -65,6 +68,7 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     probe = QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
+    _defer_stop_check()
     vars(model)["_kvpass"] = _State(config, {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)})
     for name in _OVERRIDES:
         setattr(model, name, functools.partial(_call, model, name))
@@ -91,6 +95,7 @@ def disable(model: nn.Module) -> None:
         for name in _OVERRIDES:
             delattr(model, name)
         vars(model).update(state.replaced)
+    unstack(list(model.parameters()))
     forget_reports(list(model.parameters()))
 
 
@@ -223,6 +228,26 @@ def _call(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _original(self: Any, name: str) -> Any:
     return self._kvpass.replaced.get(name) or functools.partial(getattr(type(self), name), self)
+
+
+def _defer_stop_check() -> None:
+    """Let ``generate`` of enabled models, on CUDA, learn one step late that all sequences have ended.
+
+    transformers (since 5.16) has that way of stopping, and takes it on Apple's GPUs only: on CUDA it waits for the GPU
+    after every token, which then waits for the host to prepare the next step. The step computed in vain is undone.
+    Other models are answered as before.
+    """
+    check = getattr(transformers.generation.utils, "DeferredStopCheck", None)
+    if check is None or getattr(check.is_supported, "__module__", "") == __name__:
+        return
+    original = check.is_supported
+
+    def is_supported(device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool) -> bool:
+        if _used.get([]) and isinstance(cache, QuantizedCache) and device.type == "cuda":
+            return not is_assistant
+        return bool(original(device, cache, cache_is_returned, is_assistant))
+
+    check.is_supported = staticmethod(is_supported)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

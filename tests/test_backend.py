@@ -25,7 +25,7 @@ def run(step, cache, ids, prefill=None, start=9):
     """Logits of the prompt's last token and of every later token of `ids`, one by one through `step`."""
     with torch.no_grad():
         outs = [(prefill or step)(ids[:, :start], past_key_values=cache).logits[:, -1:]]
-        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(start, ids.shape[1])]
+        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits.clone() for i in range(start, ids.shape[1])]
     return torch.cat(outs, 1)
 
 
@@ -71,7 +71,7 @@ class TestQuantizedCache:
             QuantizedCache(model.config, "nvfp4", max_cache_len=32),
         )
         outs = [step(ids[:, :9], past_key_values=cache).logits[:, -1:]]
-        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9, 16)]
+        outs += [step(ids[:, i : i + 1], past_key_values=cache).logits.clone() for i in range(9, 16)]
         close(torch.cat(outs, 1), expected)
         assert not outs[-1].requires_grad and graphs() == 2
 
@@ -255,7 +255,7 @@ class TestScales:
         other = KVScales.of({0: (0.05, [0.02, 0.03]), 1: ([4.0, 7.0], 0.5)})  # so coarse that it shows
         cache.reset()
         cache.set_scales(other)
-        second = run(step, cache, ids, prefill=model).clone()
+        second = run(step, cache, ids, prefill=model)
         close(second, run(model, QuantizedCache(model.config, KVQuantConfig(scales=other), max_cache_len=32), ids))
         assert not torch.equal(first[:, 1:], second[:, 1:]) and graphs() == 1
 

@@ -24,6 +24,8 @@ import torch
 from torch import fx
 from torch._dynamo.source import GetItemSource
 
+import kvpass.ops  # noqa: F401  the operators below are registered there
+
 SDPA = torch.nn.functional.scaled_dot_product_attention
 STORE = torch.ops.kvpass.store.default
 DEQUANTIZE = torch.ops.kvpass.dequantize.default

@@ -43,10 +43,12 @@ class GraphReport:
     Attributes:
         sites: Its attentions, in order.
         why_none: Why it has none.
+        linears: How many linear layers were merged, and into how many.
     """
 
     sites: tuple[SiteReport, ...]
     why_none: str | None = None
+    linears: tuple[int, int] = (0, 0)
 
     def count(self, status: str) -> int:
         """Attentions with this status."""
@@ -56,14 +58,20 @@ class GraphReport:
         if not self.sites:
             return f"graph without attention: {self.why_none}"
         counts = ", ".join(f"{self.count(s)} {s}" for s in ("fused", "exact", "not fused") if self.count(s))
-        return "\n".join([f"graph with {len(self.sites)} attentions: {counts}", *table(self.sites)])
+        lines = [f"graph with {len(self.sites)} attentions: {counts}", *table(self.sites)]
+        if self.linears[0]:
+            lines.append(f"  {self.linears[0]} linear layers that share an input computed as {self.linears[1]}")
+        return "\n".join(lines)
 
 
-def describe(graph: fx.Graph, matches: Sequence[Match], config: KVQuantConfig) -> GraphReport:
-    """The report of ``matches``, found in ``graph``, once its sites have been or are about to be fused."""
+def describe(
+    graph: fx.Graph, matches: Sequence[Match], config: KVQuantConfig, stacks: Sequence[Sequence[fx.Node]] = ()
+) -> GraphReport:
+    """The report of ``matches`` and ``stacks``, found in ``graph``, which have been or are about to be fused."""
+    linears = sum(map(len, stacks)), len(stacks)
     if not matches:
-        return GraphReport((), why_none(graph))
-    return GraphReport(tuple(_describe(match, config) for match in matches))
+        return GraphReport((), why_none(graph), linears)
+    return GraphReport(tuple(_describe(match, config) for match in matches), linears=linears)
 
 
 def table(sites: Sequence[SiteReport]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,7 +26,11 @@ class Input(NamedTuple):
     """
 
     position: int
-    field: str | None
+    field: str | None = None
+
+    def of(self, args: Sequence[Any]) -> Any:
+        """This input, from those of the graph before."""
+        return args[self.position] if self.field is None else getattr(args[self.position].buffers, self.field)
 
 
 class StaticPair(NamedTuple):
@@ -38,19 +42,20 @@ class StaticPair(NamedTuple):
     layer: LayerConfig
 
 
-def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) -> tuple[list[Input], list[StaticPair]]:
+def rewrite(
+    graph: fx.Graph, sites: Sequence[Site], config: KVQuantConfig
+) -> tuple[dict[fx.Node, Input], list[StaticPair]]:
     """Fuse ``sites`` in place.
 
     Args:
-        gm: The graph module ``sites`` were found in.
+        graph: The graph ``sites`` were found in.
         sites: What to fuse.
         config: Formats and scales for the buffers of a ``StaticCache``; a ``QuantizedCache`` brings its own.
 
     Returns:
-        The inputs of the rewritten graph, and the pairs of former inputs whose buffers must be quantized before it
-        runs (both trivial if no site reads a ``StaticCache``).
+        Where each placeholder of the rewritten graph comes from, and the pairs of former inputs whose buffers must be
+        quantized before it runs (both trivial if no site reads a ``StaticCache``).
     """
-    graph = gm.graph
     before = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     pairs, origin = [], {node: Input(index, None) for node, index in before.items()}
     for site in sites:
@@ -83,20 +88,20 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
         for side in (site.key, site.value):
             if isinstance(side, StaticRead):
                 graph.erase_node(side.buffer)
-    graph.lint()
-    gm.recompile()
-    return [origin[node] for node in graph.find_nodes(op="placeholder")], pairs
+    return origin, pairs
 
 
 def _replacements(graph: fx.Graph, buffer: fx.Node, fmt: KVFormat) -> dict[str, fx.Node]:
     """New placeholders, by field, for the tensors that ``fmt`` keeps instead of ``buffer``."""
     fields = ["codes"] + ["block_scale"] * bool(fmt.block) + ["scale"] * fmt.tensor_scale
-    nodes = {}
-    for field in fields:
-        with graph.inserting_before(buffer):
-            node = graph.placeholder(f"{buffer.name}_{field}")
-        # What AOTAutograd reads off a Dynamo graph's inputs: a source, and that the address stays (CUDA graphs).
-        node._dynamo_source = AttrSource(buffer._dynamo_source, field)  # type: ignore[attr-defined]
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        nodes[field] = node
-    return nodes
+    return {field: static_placeholder(graph, buffer, field) for field in fields}
+
+
+def static_placeholder(graph: fx.Graph, replaced: fx.Node, field: str) -> fx.Node:
+    """A new placeholder for a tensor whose address stays, in front of the placeholder that it replaces."""
+    with graph.inserting_before(replaced):
+        node = graph.placeholder(f"{replaced.name}_{field}")
+    # What AOTAutograd reads off a Dynamo graph's inputs: a source, and that the address stays (CUDA graphs).
+    node._dynamo_source = AttrSource(replaced._dynamo_source, field)  # type: ignore[attr-defined]
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return node

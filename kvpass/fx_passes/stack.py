@@ -1,0 +1,165 @@
+"""Linear layers that read the same input become one: the q, k and v projections, gate and up.
+
+At decode a linear layer takes as long as its weights take to be read, plus a launch, and the reduction that cuBLAS
+needs to spread a small one over a GPU. One larger product does it in one go.
+
+The weights must lie behind each other for that. :class:`Stacked` moves them into one tensor when a graph first runs,
+and makes the parameters views of it: no second copy, and what is written into a parameter afterwards is seen. A
+parameter that was given another storage since (``.data = ...``, ``.to(...)``) is moved again before the next run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kvpass.fx_passes.rewrite import static_placeholder
+
+LINEAR = torch._C._nn.linear
+# Methods that accept any strides. `view` is tried out; others are left alone.
+_ANY_STRIDES = {"reshape", "transpose", "permute", "unsqueeze", "squeeze", "to", "float", "contiguous", "expand"}
+
+_stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Stacked:
+    """Where an input of a rewritten graph comes from: several parameters, as one tensor.
+
+    Attributes:
+        positions: Places of the parameters among the inputs of the graph before. They agree in all but their first
+            dimension.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = tuple(positions)
+        self._tensor: Tensor | None = None
+        self._addresses: list[int] = []
+
+    def of(self, args: Sequence[Any]) -> Tensor:
+        """The tensor for these inputs."""
+        parameters = [args[position] for position in self.positions]
+        if self._tensor is None or [p.data_ptr() for p in parameters] != self._addresses:
+            self._tensor = stack(parameters)
+            self._addresses = [p.data_ptr() for p in parameters]
+        return self._tensor
+
+    def example(self, args: Sequence[Any]) -> Tensor:
+        """An empty tensor of the same shape, dtype and device; nothing is moved."""
+        parameters = [args[position] for position in self.positions]
+        first, rows = parameters[0], sum(parameter.shape[0] for parameter in parameters)
+        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def stack(parameters: Sequence[Tensor]) -> Tensor:
+    """``torch.cat(parameters)``, of which the parameters become views, unless they are views of such a tensor."""
+    first, end = parameters[0], parameters[0].data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != end or parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            break
+        end += parameter.nbytes
+    else:
+        rows = sum(parameter.shape[0] for parameter in parameters)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
+        parameter.data = part
+        _stacked[parameter] = True
+    return whole
+
+
+def unstack(parameters: Sequence[Tensor]) -> None:
+    """Give those of ``parameters`` that :func:`stack` moved a storage of their own again."""
+    for parameter in parameters:
+        if _stacked.pop(parameter, False):
+            parameter.data = parameter.data.clone()
+
+
+def find_stacks(graph: fx.Graph, examples: Sequence[Any]) -> list[list[fx.Node]]:
+    """Groups of linear layers that can be computed as one.
+
+    Args:
+        graph: A Dynamo graph.
+        examples: Its inputs.
+    """
+    values = dict(zip(graph.find_nodes(op="placeholder"), examples, strict=True))
+    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        if (kind := _kind(node, values)) is not None:
+            groups.setdefault(kind, []).append(node)
+    return [
+        linears
+        for linears in groups.values()
+        if len(linears) > 1 and all(_takes_strides(linear, sum(map(_rows, linears))) for linear in linears)
+    ]
+
+
+def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: dict[fx.Node, Any]) -> None:
+    """Merge ``groups`` in place. ``origin``, where each placeholder comes from, changes as the placeholders do."""
+    for linears in groups:
+        inputs = []
+        for parameters in zip(*(linear.args[1:] for linear in linears), strict=True):
+            if parameters[0] is not None:
+                node = static_placeholder(graph, parameters[0], "stacked")  # type: ignore[arg-type]
+                origin[node] = Stacked([origin.pop(parameter).position for parameter in parameters])  # type: ignore[arg-type]
+                inputs.append(node)
+        with graph.inserting_before(linears[0]):
+            product = graph.call_function(LINEAR, (linears[0].args[0], *inputs))
+            parts = graph.call_function(torch.split, (product, [_rows(linear) for linear in linears], -1))
+            for index, linear in enumerate(linears):
+                part = graph.call_function(operator.getitem, (parts, index))
+                part.meta = dict(linear.meta)
+                linear.replace_all_uses_with(part)
+        for linear in linears:
+            parameters = linear.args[1:]
+            graph.erase_node(linear)
+            for parameter in parameters:
+                if isinstance(parameter, fx.Node):
+                    graph.erase_node(parameter)
+
+
+def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
+    """What linear layers must have in common to be merged; None if this one cannot be."""
+    if node.kwargs or len(node.args) not in (2, 3):
+        return None
+    x, weight, bias = (*node.args, None)[:3]
+    for parameter in (weight, bias) if bias is not None else (weight,):
+        value = values.get(parameter)  # type: ignore[arg-type]
+        if type(value) is not nn.Parameter or not value.is_contiguous() or not value.is_floating_point():
+            return None
+        if len(parameter.users) != 1:  # type: ignore[union-attr]
+            return None
+    value = values[weight]  # type: ignore[index]
+    return x, bias is None, value.dtype, value.device, value.shape[1]
+
+
+def _rows(linear: fx.Node) -> int:
+    return int(linear.meta["example_value"].shape[-1])
+
+
+def _takes_strides(linear: fx.Node, rows: int) -> bool:
+    """Whether everything that uses ``linear`` works on part of the rows of a product of ``rows`` as well."""
+    shape = linear.meta["example_value"].shape
+    if not all(isinstance(size, int) for size in shape):
+        return False
+    part = torch.empty((*shape[:-1], rows), device="meta").narrow(-1, 0, shape[-1])
+    for user in linear.users:
+        if user.op == "call_method" and user.target == "view":
+            sizes = user.args[1] if isinstance(user.args[1], (tuple, list)) else user.args[1:]
+            if not all(isinstance(size, int) for size in sizes):
+                return False
+            try:
+                part.view(sizes)
+            except RuntimeError:
+                return False
+        elif user.op == "call_method" and user.target not in _ANY_STRIDES:
+            return False
+        elif user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload):
+            return False
+    return True
