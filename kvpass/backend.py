@@ -161,9 +161,7 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patch
     return compile_fx(gm, list(inputs), config_patches=mode_options | patches)  # type: ignore[return-value]
 
 
-def _example_inputs(
-    inputs: Sequence[Input | Stacked], pairs: Sequence[StaticPair], before: Sequence[Any]
-) -> list[Any]:
+def _example_inputs(inputs: Sequence[Input | Stacked], pairs: Sequence[StaticPair], before: Sequence[Any]) -> list[Any]:
     """The example inputs of the rewritten graph. A ``StaticCache`` is quantized, and weights are moved, when the graph
     runs, not when it is compiled (Dynamo's guards must see them as they were), so the new inputs are fake tensors."""
     fake_mode = detect_fake_mode(before)

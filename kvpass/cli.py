@@ -1,4 +1,4 @@
-"""The ``kvpass`` command: what formats there are, what this machine runs, calibration, and benchmarks.
+"""The ``kvpass`` command: what formats there are, what this machine runs, what fits, calibration, and benchmarks.
 
 A subcommand is one function that adds its parser and sets ``run``, listed in ``COMMANDS`` (or ``BENCHMARKS``).
 Bad input is one line on standard error and exit code 2; a benchmark whose numeric check fails exits with 1.
@@ -11,6 +11,7 @@ import importlib
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -147,6 +148,35 @@ def _hopper_decode(device: torch.device) -> str:
     return "usable" if reason is None else f"not usable: {reason}"
 
 
+def _add_plan(subparsers: Subparsers) -> None:
+    help = "how many tokens and sequences fit a GPU, from a model's configuration alone"
+    parser = subparsers.add_parser("plan", help=help, description=help)
+    parser.add_argument("model", help="a folder, a hub id, or a named shape (an unknown one lists them)")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="as 80GB or 141GiB; default: what this machine's GPU has")
+    parser.add_argument(
+        "--formats", nargs="+", metavar="FORMAT", help="names, pairs for K and V, or configuration files"
+    )
+    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=512, metavar="N", help="tokens of a prompt computed at once"
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from kvpass.bench.models import load_config
+    from kvpass.bench.plan import FORMATS, Plan, parse_bytes
+    from kvpass.bench.shapes import DTYPES, choose
+
+    if arguments.gpu_memory is None and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU to plan for; give --gpu-memory, as 80GB")
+    memory = parse_bytes(arguments.gpu_memory) if arguments.gpu_memory else torch.cuda.mem_get_info()[1]
+    dtype = DTYPES[choose("dtype", arguments.dtype, DTYPES)]
+    formats = arguments.formats or FORMATS
+    print(Plan.of(load_config(arguments.model), memory, formats, dtype, arguments.prefill_chunk))
+    return 0
+
+
 def _add_bench(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure kernels against named peers")
     benchmarks = parser.add_subparsers(metavar="BENCHMARK", required=True)
@@ -207,15 +237,22 @@ def _bench_store(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench_generate(subparsers: Subparsers) -> None:
-    parser = _add_benchmark(subparsers, "generate", "whole generate calls against transformers' own caches", rounds=False)
+    parser = _add_benchmark(
+        subparsers, "generate", "whole generate calls against transformers' own caches", rounds=False
+    )
     parser.add_argument("--model", default=None, help="a shape with random weights, a folder, or a hub id")
     parser.add_argument("--case", nargs="+", metavar="BATCHxPROMPT", help="as 16x8192")
     parser.add_argument(
-        "--formats", nargs="+", metavar="FORMAT", help="names, pairs for K and V (fp8_e4m3/nvfp4), or configuration files"
+        "--formats",
+        nargs="+",
+        metavar="FORMAT",
+        help="names, pairs for K and V (fp8_e4m3/nvfp4), or configuration files",
     )
     parser.add_argument("--baselines", nargs="+", metavar="CACHE", help="dynamic static quanto hqq fp8, or none")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="generated for each prompt")
-    parser.add_argument("--prefill-chunk", type=int, default=0, metavar="N", help="tokens of a prefill's chunk; 0: no chunks")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=0, metavar="N", help="tokens of a prefill's chunk; 0: no chunks"
+    )
     parser.add_argument("--dtype", default="bf16", help="of weights and activations: bf16, fp16 or fp32")
     parser.set_defaults(run=_bench_generate)
 
@@ -237,6 +274,55 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
         device,
     )
     return generate.run(options, Output.choose("generate", arguments.record, arguments.out, arguments.json))
+
+
+def _add_bench_capacity(subparsers: Subparsers) -> None:
+    parser = _add_benchmark(subparsers, "capacity", "the largest batch that runs, by format", rounds=False)
+    parser.add_argument("--model", default="llama-3-8b", help="a shape with random weights, a folder, or a hub id")
+    parser.add_argument("--context", type=int, default=32768, metavar="N", help="tokens of each sequence")
+    parser.add_argument(
+        "--formats", nargs="+", metavar="FORMAT", help="names, pairs for K and V, or configuration files"
+    )
+    parser.add_argument("--no-static", action="store_true", help="leave out transformers' static cache")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=512, metavar="N", help="tokens of a prompt computed at once"
+    )
+    parser.add_argument("--dtype", default="bf16", help="of weights and activations: bf16, fp16 or fp32")
+    parser.set_defaults(run=_bench_capacity)
+
+
+def _bench_capacity(arguments: argparse.Namespace) -> int:
+    from kvpass.bench import capacity
+    from kvpass.bench.record import Output
+
+    options = capacity.Options.parse(
+        arguments.model,
+        arguments.context,
+        arguments.formats or ["fp8_e4m3", "nvfp4"],
+        not arguments.no_static,
+        arguments.prefill_chunk,
+        arguments.dtype,
+        _device(arguments.device),
+    )
+    return capacity.run(options, Output.choose("capacity", arguments.record, arguments.out, arguments.json))
+
+
+def _add_bench_chart(subparsers: Subparsers) -> None:
+    help = "draw recorded rows of bench generate"
+    parser = subparsers.add_parser("chart", help=help, description=help)
+    parser.add_argument(
+        "--rows", default="benchmarks/results/generate.jsonl", metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument("--model", default="llama-3-8b", help="whose rows (default: %(default)s)")
+    parser.add_argument("--out", required=True, metavar="FILE", help=".svg, .png or .pdf")
+    parser.set_defaults(run=_bench_chart)
+
+
+def _bench_chart(arguments: argparse.Namespace) -> int:
+    from kvpass.bench.chart import draw
+
+    draw(Path(arguments.rows), arguments.model, Path(arguments.out))
+    return 0
 
 
 def _add_benchmark(subparsers: Subparsers, name: str, help: str, rounds: bool = True) -> _Parser:
@@ -267,8 +353,14 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if available and name != "cpu" else torch.device("cpu")
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_calibrate, _add_bench)
-BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (_add_bench_attention, _add_bench_store, _add_bench_generate)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_plan, _add_calibrate, _add_bench)
+BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (
+    _add_bench_attention,
+    _add_bench_store,
+    _add_bench_generate,
+    _add_bench_capacity,
+    _add_bench_chart,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

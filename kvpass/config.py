@@ -166,6 +166,14 @@ class KVQuantConfig:
         raise TypeError(f"expected a format's name, a dictionary or a KVQuantConfig, got {type(config).__name__}")
 
     @classmethod
+    def parse(cls, text: str) -> KVQuantConfig:
+        """What a command line names: a format, formats of K and V as ``fp8_e4m3/nvfp4``, or the path of a file."""
+        if text.endswith((".json", ".yaml", ".yml")):
+            return cls.from_file(text)
+        key, slash, value = text.partition("/")
+        return cls(format=key, value_format=value) if slash else cls.of(text)
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVQuantConfig:
         """Build from a dictionary with this class's fields; an unknown key is an error that names the nearest one."""
         _check_keys(values, [field.name for field in fields(cls)])

@@ -20,9 +20,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import kvpass
 from kvpass.bench.models import load_model, streamed_bytes
+from kvpass.bench.plan import cache_bytes
 from kvpass.bench.record import Output, Row, environment, reasons, summary_of, table, version
 from kvpass.bench.shapes import DTYPES, choose
-from kvpass.bench.timing import Summary, free_memory, interleave, read_ceiling, summarize
+from kvpass.bench.timing import free_memory, interleave, read_ceiling, summarize
 from kvpass.config import KVQuantConfig
 from kvpass.hf import CACHE_ARGUMENT
 
@@ -43,8 +44,8 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("transformers quantized, fp8", {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
 }
 _NEEDS = {"quanto": "optimum-quanto", "hqq": "hqq"}
-# Fused and unfused logits of one step over the same bytes differ by the order in which bf16 sums are rounded: 1 to 2%
-# (rms, relative) over 32 layers of random weights. Attention to anything else is off by about as much as the logits.
+# Fused and unfused logits of one step over the same bytes differ (rms, in deviations of the logits) by how bf16 sums are
+# rounded: 0.06 over 32 layers of random weights. Attention to anything else is off by about 1.
 MAX_LOGIT_ERROR = 0.1
 SETTLED = 4  # decode steps left out of the statistics: CUDA graphs are recorded in them
 
@@ -113,21 +114,13 @@ class Options:
         return cls(
             model,
             [Case.parse(text) for text in cases],
-            {text: configuration(text) for text in formats},
+            {text: KVQuantConfig.parse(text) for text in formats},
             names,
             new_tokens,
             prefill_chunk,
             choose("dtype", dtype, DTYPES),
             device,
         )
-
-
-def configuration(text: str) -> KVQuantConfig:
-    """A format's name, a pair ``key/value``, or a configuration file."""
-    if text.endswith((".json", ".yaml", ".yml")):
-        return KVQuantConfig.from_file(text)
-    key, slash, value = text.partition("/")
-    return KVQuantConfig.of({"key_format": key, "value_format": value} if slash else text)
 
 
 def run(options: Options, output: Output) -> int:
@@ -188,7 +181,7 @@ class _Skipped(Exception):
     """Why a baseline cannot run here."""
 
 
-class Clock(LogitsProcessor):  # type: ignore[misc]
+class Clock(LogitsProcessor):
     """Notes the time after every forward of a ``generate``, and leaves the logits as they are.
 
     Attributes:
@@ -307,7 +300,9 @@ def _checked(model: PreTrainedModel, tokens: Tensor, clock: Clock) -> Row:
     assert clock.logits is not None
     error = float((clock.logits - plain).square().mean().sqrt() / plain.std())
     if not error <= MAX_LOGIT_ERROR:
-        raise ValueError(f"the last step's logits differ from the unfused ones by {error:.2e}, {MAX_LOGIT_ERROR} allowed")
+        raise ValueError(
+            f"the last step's logits differ from the unfused ones by {error:.2e}, {MAX_LOGIT_ERROR} allowed"
+        )
     return {"fused": fused, "relative_error": error, "cache_bytes": cache_bytes, "slots": cache.max_cache_len}
 
 
@@ -333,19 +328,8 @@ def _counted_recordings() -> Iterator[list[None]]:
 def _bytes_read(model: PreTrainedModel, row: Row, tokens: int, batch: int) -> float:
     """Bytes of K and V that a step over ``tokens`` tokens has to read, in the variant's own storage."""
     if "cache_bytes" in row:
-        return float(row["cache_bytes"]) / row["slots"] * tokens
-    return float(batch * tokens * bytes_per_token(model.config, KVQuantConfig("bf16")))
-
-
-def bytes_per_token(config: Any, quantization: KVQuantConfig) -> int:
-    """Bytes that one token of one sequence occupies over all layers, as stored in ``quantization``."""
-    text = config.get_text_config(decoder=True)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = kvpass.QuantizedCache(config, quantization, max_cache_len=1)
-    return sum(
-        fmt.bytes_per_token(kv_heads, head_dim) for layer in cache.layers for fmt in (layer.key_format, layer.value_format)
-    )
+        return float(row["cache_bytes"] / row["slots"] * tokens)
+    return batch * cache_bytes(model.config, KVQuantConfig("bf16"), tokens)
 
 
 def _compare(rows: list[Row]) -> None:
@@ -356,7 +340,9 @@ def _compare(rows: list[Row]) -> None:
             for column, key in (("ms", "ratios"), ("first_token_ms", "first_token_ratios")):
                 row[key] = {peer["variant"]: round(peer[column] / row[column], 4) for peer in peers}
             row["compile_ratios"] = {
-                peer["variant"]: round(row["compile_s"] / peer["compile_s"], 4) for peer in peers if peer["compile_s"] > 1
+                peer["variant"]: round(row["compile_s"] / peer["compile_s"], 4)
+                for peer in peers
+                if peer["compile_s"] > 1
             }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -48,38 +48,31 @@ def load_config(model: str) -> PreTrainedConfig:
     if model in SHAPES:
         return LlamaConfig(**SHAPES[model])
     try:
-        return AutoConfig.from_pretrained(model)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {model!r} is no shape ({', '.join(SHAPES)}), and transformers finds no folder or hub model of that "
             f"name: {' '.join(str(error).split())[:200]}"
         ) from error
+    return config
 
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model itself, in eval mode; a shape of :data:`SHAPES` gets random weights, the same each time."""
     config = load_config(model)
     if model not in SHAPES:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-        return loaded
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        return cast(PreTrainedModel, loaded.to(device).eval())
     torch.manual_seed(0)
     with torch.device(device):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return made.eval()
+        made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return cast(PreTrainedModel, made.eval())
 
 
-def parameter_count(config: PreTrainedConfig) -> int:
-    """Parameters of a model of this configuration, counted on one that is built without memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def streamed_bytes(model: PreTrainedModel) -> int:
+def streamed_bytes(model: Any) -> int:
     """Bytes of weights that a decode step has to read: all but an input embedding that is not also the output's."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
-    return total if is_tied else total - embedding.numel() * embedding.element_size()
-
+    return int(total if is_tied else total - embedding.numel() * embedding.element_size())

@@ -106,8 +106,8 @@ def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: 
         inputs = []
         for parameters in zip(*(linear.args[1:] for linear in linears), strict=True):
             if parameters[0] is not None:
-                node = static_placeholder(graph, parameters[0], "stacked")  # type: ignore[arg-type]
-                origin[node] = Stacked([origin.pop(parameter).position for parameter in parameters])  # type: ignore[arg-type]
+                node = static_placeholder(graph, parameters[0], "stacked")
+                origin[node] = Stacked([origin.pop(parameter).position for parameter in parameters])
                 inputs.append(node)
         with graph.inserting_before(linears[0]):
             product = graph.call_function(LINEAR, (linears[0].args[0], *inputs))
@@ -151,7 +151,7 @@ def _takes_strides(linear: fx.Node, rows: int) -> bool:
     part = torch.empty((*shape[:-1], rows), device="meta").narrow(-1, 0, shape[-1])
     for user in linear.users:
         if user.op == "call_method" and user.target == "view":
-            sizes = user.args[1] if isinstance(user.args[1], (tuple, list)) else user.args[1:]
+            sizes: Any = user.args[1] if isinstance(user.args[1], (tuple, list)) else user.args[1:]
             if not all(isinstance(size, int) for size in sizes):
                 return False
             try:

@@ -1,0 +1,210 @@
+"""Benchmarks of whole `generate` calls, and what is said to fit: what they accept, count and refuse."""
+
+import json
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import cli
+from kvpass.bench import capacity, generate, plan
+from kvpass.bench.capacity import Attempt, search
+from kvpass.bench.chart import newest
+from kvpass.bench.models import SHAPES, load_config, load_model, streamed_bytes
+from kvpass.bench.plan import Plan, cache_bytes, parse_bytes
+from kvpass.config import KVQuantConfig
+
+CPU = torch.device("cpu")
+
+
+def options(**changes):
+    given = {
+        "model": "tiny",
+        "cases": ["2x32"],
+        "formats": ["nvfp4"],
+        "baselines": ["dynamic"],
+        "new_tokens": 8,
+        "prefill_chunk": 0,
+        "dtype": "fp32",
+        "device": CPU,
+    }
+    return generate.Options.parse(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"cases": ["16"]}, ["'16'", "BATCHxPROMPT"]),
+        ({"cases": ["0x8"]}, ["'0x8'"]),
+        ({"baselines": ["statik"]}, ["'statik'", "static"]),
+        ({"formats": ["nvpf4"]}, ["'nvpf4'", "nvfp4"]),
+        ({"new_tokens": 3}, ["3", "at least"]),
+        ({"prefill_chunk": -1}, ["-1"]),
+        ({"dtype": "int8"}, ["'int8'", "bf16"]),
+    ],
+)
+def test_bad_options_are_refused(changes, names):
+    with pytest.raises(ValueError) as error:
+        options(**changes)
+    assert all(name in str(error.value) for name in names)
+
+
+def test_unknown_model(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="no shape .*llama-3-8b"):
+        load_config("./no/such/folder")
+
+
+def test_rows(capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    arguments = ["bench", "generate", "--device", "cpu", "--case", "2x32", "--new-tokens", "8", "--dtype", "fp32"]
+    arguments += ["--formats", "nvfp4", "--baselines", "dynamic", "quanto", "--json", "--out", str(out)]
+    assert cli.main(arguments) == 0
+    rows = {row["variant"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert out.read_text().count("\n") == 3
+    ours, dynamic = rows["nvfp4"], rows["dynamic cache, eager"]
+    assert rows["transformers quantized, quanto int4"]["status"] in ("skipped", "ok")
+    assert ours["fused"] == 2 and ours["recompiles"] == 0 and ours["same_tokens_again"]
+    assert ours["relative_error"] < 1e-4  # fp32, over the same bytes
+    assert ours["ratios"]["dynamic cache, eager"] == pytest.approx(dynamic["ms"] / ours["ms"], rel=1e-3)
+    per_token = cache_bytes(load_config("tiny"), KVQuantConfig("nvfp4"), 4096) / 4096
+    weights = streamed_bytes(load_model("tiny", torch.float32, CPU))
+    read = weights + 2 * 36 * per_token
+    assert ours["floor_ms"] == pytest.approx(1e3 * read / (1e12 * ours["read_tb_per_s"]))
+    assert ours["times_floor"] == pytest.approx(ours["ms"] / ours["floor_ms"])
+
+
+def test_wrong_logits_get_no_time(monkeypatch):
+    """A fused step that is not what the unfused one computes is a failed row."""
+    model, case = load_model("tiny", torch.float32, CPU), generate.Case(2, 32)
+    original = generate.Clock.__call__
+
+    def shuffled(self, input_ids, scores):
+        result = original(self, input_ids, scores)
+        self.logits = scores.flip(-1)
+        return result
+
+    monkeypatch.setattr(generate.Clock, "__call__", shuffled)
+    (row,) = generate.run_case(case, model, options(baselines=["none"]), 1e12, lambda text: None)
+    assert row["status"] == "FAILED" and "logits differ" in row["reason"] and "ms" not in row
+    assert "_kvpass" not in vars(model)
+
+
+def test_streamed_bytes_leave_out_an_embedding_that_is_looked_up():
+    model = load_model("tiny", torch.float32, CPU)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert streamed_bytes(model) == total - model.get_input_embeddings().weight.nbytes
+    assert load_model("tiny", torch.float32, CPU).lm_head.weight.equal(model.lm_head.weight)
+
+
+# What fits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("8e9", 8 * 10**9)])
+def test_memory(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "80", "80QB", "-3GB", "GB", "0GB", "1.2.3GB"])
+def test_bad_memory(text):
+    if text == "80":
+        assert parse_bytes(text) == 80
+        return
+    with pytest.raises(ValueError, match="80GB, 141GiB"):
+        parse_bytes(text)
+
+
+def test_plan_is_what_the_cache_takes():
+    config, memory = load_config("tiny"), 4 * 10**9
+    made = Plan.of(config, memory, ["bf16", "nvfp4", "fp8_e4m3/nvfp4"], chunk=64)
+    cache = kvpass.QuantizedCache(config, "nvfp4", max_cache_len=1000)
+    cache.early_initialization(3, 2, 32, torch.bfloat16, CPU)
+    assert 3 * made.row_bytes("nvfp4", 1000) == cache.nbytes
+    for text in made.formats:
+        batch = made.largest_batch(text, 1000)
+        assert made.needs(text, batch, 1000) <= made.room < made.needs(text, batch + 1, 1000)
+        tokens = made.longest_context(text, 7)
+        assert made.needs(text, 7, tokens) <= made.room < made.needs(text, 7, tokens + 32)
+    assert made.largest_batch("nvfp4", 1000) > 2 * made.largest_batch("bf16", 1000)
+
+
+def test_plan_without_room():
+    with pytest.raises(ValueError, match="do not hold them"):
+        Plan.of(load_config("llama-3-8b"), 10**10)
+    tight = Plan.of(load_config("tiny"), plan.OVERHEAD + 2 * 10**6)
+    assert tight.largest_batch("bf16", 131072) == 0
+
+
+def test_plan_on_the_command_line(capsys):
+    assert cli.main(["plan", "llama-3-8b", "--gpu-memory", "80GB", "--formats", "fp8_e4m3"]) == 0
+    printed = capsys.readouterr().out
+    assert "16.06 GB of 80.00 GB" in printed and "65,536" in printed and "2.00" in printed
+    assert cli.main(["plan", "tiny", "--gpu-memory", "80 bytes"]) == 2
+    assert "80 bytes" in capsys.readouterr().err
+
+
+def test_parameters_are_counted_without_memory():
+    model = load_model("tiny", torch.float32, CPU)
+    assert plan.parameter_count(load_config("tiny")) == sum(p.numel() for p in model.parameters())
+
+
+# The limit, by running -----------------------------------------------------------------------------------------------
+
+
+def machine(base, row, memory):
+    """A pretended GPU on which `batch` sequences take `base + batch * row` bytes."""
+
+    def attempt(batch):
+        peak = base + batch * row
+        return Attempt(batch, peak if peak <= memory else None, 0.0)
+
+    return attempt
+
+
+@pytest.mark.parametrize("guess", [1, 50, 95, 99, 100, 101, 103])
+def test_search_ends_at_the_largest_batch(guess):
+    tried = list(search(guess, machine(10, 10, 1015), 10, 1015))
+    assert max(t.batch for t in tried if t.peak) == 100
+    assert len(tried) <= capacity.MAX_ATTEMPTS
+
+
+def test_search_where_nothing_fits():
+    tried = list(search(2, machine(10, 10, 5), 10, 5))
+    assert [t.batch for t in tried] == [2, 1] and not any(t.peak for t in tried)
+
+
+def test_capacity_needs_a_gpu():
+    with pytest.raises(ValueError, match="kvpass plan"):
+        capacity.Options.parse("tiny", 1024, [], True, 128, "bf16", CPU)
+    with pytest.raises(ValueError, match="--context is 100"):
+        capacity.Options.parse("tiny", 100, [], True, 128, "bf16", torch.device("cuda"))
+
+
+def test_shapes_have_the_sizes_their_names_say():
+    assert plan.parameter_count(load_config("llama-3-8b")) == pytest.approx(8.03e9, rel=1e-3)
+    assert set(SHAPES) == {"llama-3-8b", "llama-3.2-1b", "tiny"}
+
+
+# The picture ---------------------------------------------------------------------------------------------------------
+
+
+def test_chart_takes_the_newest_rows(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "a", "ms": 2.0, "gpu": "GPU"},
+        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "a", "ms": 1.25, "gpu": "GPU"},
+        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "b", "status": "FAILED", "gpu": "GPU"},
+        {"benchmark": "generate", "model": "other", "case": "1x8", "variant": "a", "ms": 9.0, "gpu": "GPU"},
+    ]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "chart.svg"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {case: list(found) for case, found in newest(file, "m").items()} == {"1x8": ["a"]}
+    assert newest(file, "m")["1x8"]["a"]["ms"] == 1.25
+    assert cli.main(["bench", "chart", "--rows", str(file), "--model", "m", "--out", str(out)]) == 0
+    assert "<svg" in out.read_text()
+    for arguments, named in (
+        (["--model", "n", "--out", str(out)], "'n'"),
+        (["--model", "m", "--out", "chart.gif"], "chart.gif"),
+    ):
+        assert cli.main(["bench", "chart", "--rows", str(file), *arguments]) == 2
+        assert named in capsys.readouterr().err
