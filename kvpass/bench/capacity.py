@@ -57,8 +57,8 @@ class Options:
         """Options as they are written on the command line; ``ValueError`` for what is unknown or does not fit."""
         if chunk < 1 or context < chunk + NEW_TOKENS:
             raise ValueError(
-                f"--context is {context} and --prefill-chunk {chunk}; a chunk has at least 1 token, and the context has "
-                f"room for a chunk and {NEW_TOKENS} tokens"
+                f"--context is {context} and --prefill-chunk {chunk}; a chunk has at least 1 token, and the context "
+                f"has room for a chunk and {NEW_TOKENS} tokens"
             )
         if device.type != "cuda":
             raise ValueError("the capacity of a CPU's memory is not looked for; run on a CUDA GPU, or use kvpass plan")

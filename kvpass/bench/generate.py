@@ -44,8 +44,8 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("transformers quantized, fp8", {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
 }
 _NEEDS = {"quanto": "optimum-quanto", "hqq": "hqq"}
-# Fused and unfused logits of one step over the same bytes differ (rms, in deviations of the logits) by how bf16 sums are
-# rounded: 0.06 over 32 layers of random weights. Attention to anything else is off by about 1.
+# Fused and unfused logits of one step over the same bytes differ (rms, in deviations of the logits) by how bf16 sums
+# are rounded: 0.06 over 32 layers of random weights. Attention to anything else is off by about 1.
 MAX_LOGIT_ERROR = 0.1
 SETTLED = 4  # decode steps left out of the statistics: CUDA graphs are recorded in them
 
