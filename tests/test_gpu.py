@@ -112,6 +112,46 @@ def test_static_cache_releases_its_memory(tiny_llama):
     assert before - torch.cuda.memory_allocated() > 0.6 * bf16
 
 
+def test_learning_late_that_it_is_over_changes_nothing(tiny_llama, monkeypatch):
+    """Tokens, streamed tokens and the cache that is returned are those of a loop that waits for the GPU every step."""
+    from transformers import TextStreamer
+    from transformers.generation import utils
+
+    deferred, original = [], utils.DeferredStopCheck.__init__
+
+    def noted(self, *args, **kwargs):
+        deferred.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "__init__", noted)
+
+    class Streamed(TextStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self):
+            pass
+
+    model, prompt = make_model(tiny_llama, initializer_range=0.05), prompt_of(1)
+    kvpass.enable(model, "fp8_e4m3")
+    whole = model.generate(prompt, max_new_tokens=24, **GREEDY)
+    end = int(whole[0, 9 + 6])
+    length = whole[0, 9:].tolist().index(end) + 1
+    ending, streamer = GREEDY | {"eos_token_id": end}, Streamed()
+    out = model.generate(prompt, max_new_tokens=24, return_dict_in_generate=True, output_logits=True, **ending)
+    assert torch.equal(out.sequences, whole[:, : 9 + length]) and len(out.logits) == length
+    assert int(out.past_key_values.get_seq_length()) == 9 + length - 1
+    model.generate(prompt, max_new_tokens=24, streamer=streamer, **ending)
+    assert streamer.tokens == whole[0, : 9 + length].tolist()
+    assert len(deferred) == 3
+    kvpass.disable(model)
+    model.generate(prompt, max_new_tokens=4, **GREEDY)
+    assert len(deferred) == 3  # other models are not concerned
+
+
 def test_left_padding(tiny_llama):
     model = make_model(tiny_llama, initializer_range=0.05)
     kvpass.enable(model, "fp8_e4m3")
