@@ -117,6 +117,8 @@ def attention(
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``query`` (``[batch, heads, length, head_dim]``) to the cache, decoded on the fly.
 
@@ -131,21 +133,22 @@ def attention(
     value = reference.dequantize(
         KVBuffers(value_codes, value_block_scale, value_scale).first(end), get_format(value_format)
     )
-    return reference.attention(query, key, value, positions, mask, scale, is_causal)
+    return reference.attention(query, key, value, positions, mask, scale, is_causal, softcap, sinks)
 
 
 @attention.register_fake
-def _attention_fake(query: Tensor, *args: object) -> Tensor:
+def _attention_fake(query: Tensor, *args: object, **kwargs: object) -> Tensor:
     value_codes, value_format = args[3], args[11]
     assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
     return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
 
 
 @attention.register_kernel("cuda")
-def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
+def _attention_cuda(query: Tensor, *args: Any, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
-    return launch(query, *args)
+    reference.check_softcap_and_sinks(query, softcap, sinks)
+    return launch(query, *args, softcap=softcap, sinks=sinks)
 
 
 def attention_kernel(

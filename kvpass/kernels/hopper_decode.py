@@ -615,7 +615,7 @@ def _store_part(
 @gluon.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, positions, mask,
-    partial, statistics, softmax_scale, max_len, splits, kv_heads,
+    partial, statistics, softmax_scale, softcap, max_len, splits, kv_heads,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
@@ -678,6 +678,10 @@ def _decode_kernel(
         if K_TENSOR_SCALE:
             softmax_scale = softmax_scale * gl.load(key_scale + kv_head)
         factor = gl.maximum(factor * (softmax_scale * _LOG2E), 1e-37)  # never 0: it multiplies -inf
+        inner = factor
+        if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), of scores over the cap
+            inner = factor * (2.0 / softcap)
+            factor = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(0, _ACCUMULATOR)) * (softcap * _LOG2E)
 
         # Column j is query row row0 + j: query head row // QUERY_LENGTH of the group, token row % QUERY_LENGTH.
         query_row = gl.minimum(row0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, _ACCUMULATOR)), ROWS - 1)
@@ -712,6 +716,8 @@ def _decode_kernel(
             scores = _scores(
                 key.index(buffer), key_scales.index(buffer), q, HEAD_DIM, K_CODEC, K_SCALE, K_WORDS, K_BLOCKS
             )
+            if softcap is not None:
+                scores = 1.0 - 2.0 / (gl.exp2(scores * inner[None, :]) + 1.0)
 
             whole = (tile + 1) * 32 <= open_until
             if MASK == "row":
@@ -746,14 +752,15 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial, statistics, out, value_scale, positions, max_len, splits, kv_heads, factor,
+    partial, statistics, out, value_scale, sinks, positions, max_len, splits, kv_heads, factor,
     QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr, TENSOR_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_DIM values of one query row, summed over the splits that had slots.
 
-    ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / sum_s(2^(m_s - m) total_s)`` with ``m`` the largest of
-    the ``m_s``; NaN if the length does not fit the cache, 0 if no slot was visible.
+    ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / (sum_s(2^(m_s - m) total_s) + 2^(sink - m))`` with
+    ``m`` the largest of the ``m_s``, and the sink in powers of two; NaN if the length does not fit the cache, 0 if no
+    slot was visible.
     """
     head = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
@@ -770,8 +777,12 @@ def _combine_kernel(
     parts = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=(split < used)[:, None], other=0.0)
     maximum = tl.load(statistics + at * 2, mask=split < used, other=-1e30)
     total = tl.load(statistics + at * 2 + 1, mask=split < used, other=0.0)
-    weight = tl.exp2(maximum - tl.max(maximum, axis=0))
+    largest = tl.max(maximum, axis=0)
+    weight = tl.exp2(maximum - largest)
     total = tl.sum(weight * total, axis=0)
+    if sinks is not None:
+        query_head = (head % kv_heads) * (ROWS // QUERY_LENGTH) + row // QUERY_LENGTH
+        total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634 - largest)
     result = tl.sum(weight[:, None] * parts, axis=0)
     if TENSOR_SCALE:
         factor = factor * tl.load(value_scale + head % kv_heads)
@@ -921,6 +932,8 @@ def attention(
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few query tokens to a quantized cache; the contract is that of :func:`kvpass.ops.attention`.
 
@@ -932,6 +945,8 @@ def attention(
         mask: ``[batch or 1, heads or 1, query_length or 1, at least positions[-1] + 1]`` bool, or None.
         scale: Multiplies the scores.
         is_causal: Query ``i`` sees slots up to ``positions[i]`` only.
+        softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask.
+        sinks: None, or ``[heads]`` floating: logits that join the softmax of every row of their head.
 
     Returns:
         ``[batch, heads, query_length, head_dim]`` in ``query.dtype``.
@@ -969,6 +984,7 @@ def attention(
             partial,
             statistics,
             scale,
+            softcap or None,
             max_len,
             splits,
             kv_heads,
@@ -995,6 +1011,7 @@ def attention(
             statistics,
             out,
             value_scale,
+            None if sinks is None else sinks.contiguous(),
             positions,
             max_len,
             splits,
