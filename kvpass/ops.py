@@ -125,6 +125,7 @@ def attention(
     The arguments are those of :func:`kvpass.reference.attention`, K and V as buffers. Returns
     ``[batch, heads, length, value_head_dim]`` in ``query.dtype``.
     """
+    _check_softmax(query, softcap, sinks)
     _check_fits(positions, key_codes)
     end = int(positions[-1]) + 1
     if mask is not None and mask.shape[-1] < end:
@@ -137,18 +138,18 @@ def attention(
 
 
 @attention.register_fake
-def _attention_fake(query: Tensor, *args: object, **kwargs: object) -> Tensor:
+def _attention_fake(query: Tensor, *args: object) -> Tensor:
     value_codes, value_format = args[3], args[11]
     assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
     return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
 
 
 @attention.register_kernel("cuda")
-def _attention_cuda(query: Tensor, *args: Any, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
-    reference.check_softcap_and_sinks(query, softcap, sinks)
-    return launch(query, *args, softcap=softcap, sinks=sinks)
+    _check_softmax(query, *args[12:])
+    return launch(query, *args)
 
 
 def attention_kernel(
@@ -171,6 +172,16 @@ def _check_fits(positions: Tensor, codes: Tensor) -> None:
     last = int(positions[-1])
     if last >= codes.shape[2]:
         raise ValueError(f"position {last} does not fit a cache of {codes.shape[2]} slots; make max_cache_len larger")
+
+
+def _check_softmax(query: Tensor, softcap: float = 0.0, sinks: Tensor | None = None) -> None:
+    heads = query.shape[1]
+    if not softcap >= 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    if sinks is not None and not (sinks.shape == (heads,) and sinks.dtype.is_floating_point):
+        raise ValueError(
+            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; give a floating number for each of {heads} heads"
+        )
 
 
 @torch.library.custom_op("kvpass::released", mutates_args=())

@@ -189,11 +189,7 @@ def attention(
 
     Returns:
         ``[batch, heads, length, value_dim]`` in ``query.dtype``; a row whose every slot is masked is zero.
-
-    Raises:
-        ValueError: A negative ``softcap``, or ``sinks`` that are not one for each head.
     """
-    check_softcap_and_sinks(query, softcap, sinks)
     batch, heads, length, _ = query.shape
     kv_heads, compute = key.shape[1], torch.promote_types(query.dtype, torch.float32)
     end = int(positions[-1]) + 1
@@ -216,18 +212,6 @@ def attention(
     probabilities = torch.softmax(scores, -1)[..., :end].masked_fill(sees_nothing, 0.0)
     out = probabilities @ rearrange(value, "batch kv slots dim -> batch kv 1 slots dim")
     return rearrange(out, "batch kv group length dim -> batch (kv group) length dim").to(query.dtype)
-
-
-def check_softcap_and_sinks(query: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> None:
-    """Raise ``ValueError`` for what :func:`attention` does not take for ``query`` (``[batch, heads, ...]``)."""
-    if not softcap >= 0:
-        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
-    heads = query.shape[1]
-    if sinks is not None and not (sinks.shape == (heads,) and sinks.dtype.is_floating_point):
-        raise ValueError(
-            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; one floating number for each of {heads} heads is "
-            "needed"
-        )
 
 
 def _per_head(scale: torch.Tensor | None) -> torch.Tensor:

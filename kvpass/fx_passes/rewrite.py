@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
+from kvpass.fx_passes.forms import example
 from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
 STORE = torch.ops.kvpass.store.default
@@ -72,8 +74,10 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            arguments = (site.query, *buffers, site.key.positions, site.mask, site.scale, False, *formats)
-            fused = graph.call_function(ATTENTION, arguments)
+            arguments = (site.query, *buffers, site.key.positions, _mask(graph, site), site.scale, False, *formats)
+            extras: dict[str, Any] = {"softcap": site.softcap} if site.softcap else {}
+            extras |= {"sinks": site.sinks} if site.sinks is not None else {}
+            fused = graph.call_function(ATTENTION, arguments, extras)
         fused.meta = dict(site.attention.meta)
         site.attention.replace_all_uses_with(fused)
         graph.erase_node(site.attention)
@@ -86,6 +90,19 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
     graph.lint()
     gm.recompile()
     return [origin[node] for node in graph.find_nodes(op="placeholder")], pairs
+
+
+def _mask(graph: fx.Graph, site: Site) -> fx.Node | None:
+    """All that is added to the scores of ``site``, as one node of four dimensions."""
+    total = None
+    for added in site.added:
+        term = added.node
+        if missing := 4 - example(term).dim():
+            term = graph.call_function(operator.getitem, (term, (None,) * missing))
+        if added.factor != 1.0:
+            term = graph.call_function(torch.mul, (term, added.factor))
+        total = term if total is None else graph.call_function(torch.add, (total, term))
+    return total
 
 
 def _replacements(graph: fx.Graph, buffer: fx.Node, fmt: KVFormat) -> dict[str, fx.Node]:
