@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from kvpass import reference
 from kvpass.cache import QuantizedLayer
 from kvpass.config import KVQuantConfig
-from kvpass.fx_passes.match import DEQUANTIZE, STORE, Exact, Rejected, Site, find_sites, why_none
+from kvpass.fx_passes.match import DEQUANTIZE, FLEX, LATENT, STORE, Exact, Rejected, Site, find_sites, why_none
 from kvpass.fx_passes.report import describe
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
 from kvpass.fx_passes.sdpa import SDPA
@@ -276,3 +277,37 @@ def test_masks_given_by_the_user(shape, kind):
     found = capture(Attend(), q, k, v, quantized_layer(), mask)
     assert [type(m) for m in found["matches"]] == [Site]
     torch.testing.assert_close(found["out"], expected)
+
+
+def reasons_in_decode(model, format="fp8_e4m3"):
+    """Why the attentions of one decode step over a `QuantizedCache` are not fused, by graph."""
+    from kvpass.cache import QuantizedCache
+
+    cache, graphs = QuantizedCache(model.config, format, max_cache_len=32), []
+
+    def backend(gm, inputs):
+        graphs.append([match.reason for match in find_sites(gm.graph) if isinstance(match, Rejected)])
+        return gm.forward
+
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache)
+        torch.compile(model, backend=backend)(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+    return graphs
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3"])
+def test_latent_attention_is_named(family, implementation):
+    widths = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = getattr(transformers, f"{family}Config")(
+        **widths, **sizes, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2, head_dim=16
+    )
+    config._attn_implementation = implementation
+    (reasons,) = reasons_in_decode(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    assert reasons == [f"K {LATENT}"] * 2
+
+
+def test_flex_attention_is_named(tiny_llama):
+    reasons = reasons_in_decode(tiny_llama(attn_implementation="flex_attention"))
+    assert FLEX in sum(reasons, [])

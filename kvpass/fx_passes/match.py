@@ -29,6 +29,10 @@ from kvpass.fx_passes.forms import Added, Attention, Unrecognized, example, name
 STORE = torch.ops.kvpass.store.default
 DEQUANTIZE = torch.ops.kvpass.dequantize.default
 RELEASED = torch.ops.kvpass.released.default
+LATENT = (
+    "is expanded by a linear layer from a cached latent (multi-head latent attention), which is not fused: the latent "
+    "is stored quantized, and expanded in full at every step"
+)
 FLEX = "it uses flex attention, which is not fused; load the model with attn_implementation='sdpa'"
 
 
@@ -147,7 +151,10 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
                     source, views = _peel(_before_cut(operand))
                     accounted.update((source, *views))
                     ends.add(operand)
+    latent = {match.layer for match in matches if isinstance(match, Rejected) and LATENT in match.reason} - {"?"}
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        if layer_of(node) in latent:  # the rotary part of K is another read of the same attention
+            continue
         others = set() if node in ends else _unaccounted_users(node, accounted, ends)
         if others or node not in accounted:
             matches.append(Rejected(node, layer_of(node), _why_not_attention(others or node.users.keys())))
@@ -161,7 +168,8 @@ def why_none(graph: fx.Graph) -> str:
     if "flex_attention" in names:
         return FLEX
     return (
-        "it holds no attention: the model has none, or a graph break cut it apart (TORCH_LOGS=graph_breaks shows where)"
+        "it holds no attention that is recognized: the model has none, or a graph break cut it apart "
+        "(TORCH_LOGS=graph_breaks shows where)"
     )
 
 
@@ -270,11 +278,6 @@ def _why_not_attention(users: Iterable[fx.Node]) -> str:
     names = {name_of(user) for user in users}
     if "flex_attention" in names:
         return FLEX
-    if "linear" in names:
-        return (
-            "it caches a latent, from which linear expands K and V (multi-head latent attention); the latent is stored "
-            "quantized, and its attention is not fused"
-        )
     return f"the decoded cache is read by {', '.join(sorted(names)) or 'nothing'}, not by an attention"
 
 
@@ -322,6 +325,8 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):
+        if _is_expanded_latent(source):
+            return LATENT
         return f"comes from {name_of(source)}, not from a cache"
     markers = tuple(user for user in buffer.users if user.target is RELEASED)
     copies = [user for holder in (buffer, *markers) for user in holder.users if _is_index_copy(user)]
@@ -331,6 +336,18 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     if dim != 2:
         return f"is written along dimension {dim}; a StaticCache is written along 2"
     return StaticRead(buffer, copies[0], tokens, positions, markers, _cache_index(buffer))  # type: ignore[arg-type]
+
+
+def _is_expanded_latent(node: fx.Node) -> bool:
+    """Whether ``node`` is made by a linear layer of a cache: what DeepSeek caches is not K and V but a latent."""
+    pending, seen = [node], 0
+    while pending and (seen := seen + 1) <= 16:
+        at = pending.pop(0)
+        if at.target is torch.nn.functional.linear:
+            cached = _peel(at.args[0])[0]  # type: ignore[arg-type]
+            return cached.target is DEQUANTIZE or _is_index_copy(cached)
+        pending += at.all_input_nodes
+    return False
 
 
 def _cache_index(buffer: fx.Node) -> int | None:
