@@ -298,7 +298,7 @@ def reasons_in_decode(model, format="fp8_e4m3"):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3"])
 def test_latent_attention_is_named(family, implementation):
-    widths = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    widths = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     config = getattr(transformers, f"{family}Config")(
         **widths, **sizes, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2, head_dim=16

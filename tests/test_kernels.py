@@ -145,7 +145,11 @@ def spread(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
 @pytest.mark.parametrize(
     "batch, kv_heads, length, head_dim",
-    [(1, 3, 5, 64), (2, 1, 1, 96), *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128))],
+    [
+        (1, 3, 5, 64),
+        (2, 1, 1, 96),
+        *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128), (2, 1, 33, 512)),
+    ],
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_store_gives_the_bytes_of_the_reference(name, batch, kv_heads, length, head_dim, dtype):
@@ -193,6 +197,8 @@ def test_store_takes_strided_inputs_and_formats_and_head_dims_of_their_own():
     value = spread(2, 2, 3, 96).mT.contiguous().mT  # head_dim is not the innermost
     check_store(key, value, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
     check_store(key, value, torch.tensor([31, 32, 40]), "fp8_e5m2", "test_mx_block32", 41)
+    latent, rotary = spread(2, 1, 3, 512), spread(2, 1, 3, 64)  # what DeepSeek caches
+    check_store(latent, rotary, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "bf16"])
@@ -225,15 +231,16 @@ def test_dequantize_decodes_every_code(name, dtype):
 
 @pytest.mark.parametrize("length", [1, 33, *wide(15, 16, 17, 63)])
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16"])
-def test_dequantize_is_zero_past_the_length(name, length):
+@pytest.mark.parametrize("head_dim", [80, 512])
+def test_dequantize_is_zero_past_the_length(name, length, head_dim):
     from kvpass.kernels.dequantize import dequantize
 
     fmt = get_format(name)
-    buffers = poisoned_buffers(fmt, 2, 2, 70, 80)
-    reference.write(buffers, fmt, spread(2, 2, length, 80), torch.arange(length))
+    buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim)
+    reference.write(buffers, fmt, spread(2, 2, length, head_dim), torch.arange(length))
     actual = dequantize(*to_device(buffers), torch.arange(length, device=DEVICE), name, BF16)
     assert_same_values(actual[:, :, :length], reference.dequantize(buffers.first(length), fmt, BF16))
-    assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, 80, dtype=BF16))
+    assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, head_dim, dtype=BF16))
     overrun = dequantize(*to_device(buffers), torch.tensor([70], device=DEVICE), name, BF16)
     assert overrun.isnan().all()
 
@@ -359,7 +366,9 @@ def test_attention_with_every_group(name, group):
 
 @pytest.mark.parametrize("query_len", [1, *wide(3, 40)])
 @pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
-@pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 160, 256, *wide(16, 32, 48, 64, 144, 176, 192, 208, 224, 240)])
+@pytest.mark.parametrize(
+    "head_dim", [80, 96, 112, 128, 160, 256, 512, *wide(16, 32, 48, 64, 144, 176, 192, 208, 224, 240, 272, 384)]
+)
 def test_attention_with_every_head_dim(name, head_dim, query_len):
     check_attention(name, head_dim=head_dim, length=50, query_len=query_len, is_causal=True)
 

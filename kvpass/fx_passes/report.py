@@ -98,5 +98,6 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
         names.append(fmt.name)
         nbytes += fmt.bytes_per_token(kv_heads, head_dim)
     mask = example(match.added[0].node) if match.added else None
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     kernel = ops.attention_kernel(example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
     return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)

@@ -316,12 +316,15 @@ _DECODE = {
     (4, 64): Configuration(16, 64, 4, 3, 5),
     (4, 128): Configuration(16, 128, 4, 3, 2),
     (4, 256): Configuration(16, 32, 4, 3, 3),
+    (4, 512): Configuration(16, 32, 8, 3, 1),
     (8, 64): Configuration(16, 64, 4, 3, 6),
     (8, 128): Configuration(16, 128, 4, 3, 2),
     (8, 256): Configuration(16, 32, 4, 3, 2),
+    (8, 512): Configuration(16, 32, 8, 3, 1),
     (16, 64): Configuration(16, 64, 4, 2, 8),
     (16, 128): Configuration(16, 64, 4, 2, 5),
     (16, 256): Configuration(16, 32, 4, 2, 5),
+    (16, 512): Configuration(16, 32, 8, 2, 2),
 }
 
 
