@@ -79,12 +79,14 @@ class Case:
         end = int(self.positions[-1]) + 1
         group = self.query.shape[1] // k.shape[1]
         k, v = (x[:, :, :end].to(self.query.dtype).repeat_interleave(group, 1) for x in (k, v))
-        visible = torch.ones(self.query.shape[2], end, dtype=torch.bool, device="cuda")
+        bias, visible = 0.0, torch.ones(self.query.shape[2], end, dtype=torch.bool, device="cuda")
         if self.causal:
             visible = torch.arange(end, device="cuda") <= self.positions[:, None]
-        if self.mask is not None:
+        if self.mask is not None and self.mask.dtype == torch.bool:
             visible = visible & self.mask[..., :end]
-        bias = torch.zeros(visible.shape, device="cuda").masked_fill(~visible, -torch.inf)
+        elif self.mask is not None:
+            bias = self.mask[..., :end].float()
+        bias = bias + torch.zeros(visible.shape, device="cuda").masked_fill(~visible, -torch.inf)
         if softcap := self.extras["softcap"]:
             scores = self.query.float() @ k.float().mT * self.scale
             bias = bias + softcap * torch.tanh(scores / softcap) - scores
@@ -130,6 +132,23 @@ def of_every_row(batch, heads, query_length, max_len, length):
     return mask
 
 
+def added(batch, heads, query_length, max_len, length):
+    """As "eager" models have it: nothing, or the smallest finite number."""
+    hidden = torch.finfo(torch.bfloat16).min
+    return torch.where(left_padding(batch, heads, query_length, max_len, length), 0.0, hidden).bfloat16()
+
+
+def added_biases(batch, heads, query_length, max_len, length):
+    """A bias for every row and slot, some of it -inf."""
+    bias = 3 * torch.randn(batch, heads, query_length, max_len)
+    return bias.masked_fill(~of_every_row(batch, heads, query_length, max_len, length), -torch.inf)
+
+
+def alibi(batch, heads, query_length, max_len, length):
+    slopes = torch.exp2(-torch.arange(heads).float()).half()
+    return slopes[None, :, None, None] * (torch.arange(max_len) - length).half()
+
+
 def strided(batch, heads, query_length, max_len, length):
     """Slots are not next to each other."""
     return left_padding(batch, heads, query_length, 2 * max_len, length)[..., ::2]
@@ -163,8 +182,8 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
-@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided, added, added_biases, alibi])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
 def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()
 
@@ -179,7 +198,7 @@ def test_several_query_tokens(query_length, group, causal):
 
 @hopper
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
-@pytest.mark.parametrize("mask", [None, left_padding, of_every_row])
+@pytest.mark.parametrize("mask", [None, left_padding, of_every_row, added, added_biases])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
 @pytest.mark.parametrize(
     ("length", "query_length", "head_dim"), [(20, 1, 128), (333, 1, 64), (4000, 3, 128), (77, 2, 256)]
@@ -290,6 +309,7 @@ def test_supported_shapes():
     assert hopper_decode.supports_shapes(*shapes()) is None
     assert hopper_decode.supports_shapes(*shapes(group=16, query_length=8, head_dim=256)) is None
     assert hopper_decode.supports_shapes(*shapes(mask=torch.ones(1, 1, 1, 32, dtype=torch.bool))) is None
+    assert hopper_decode.supports_shapes(*shapes(mask=torch.zeros(1, 1, 1, 32))) is None
 
 
 @pytest.mark.parametrize(
@@ -301,7 +321,8 @@ def test_supported_shapes():
         ({"head_dim": 96}, "head_dim 96"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),
-        ({"mask": torch.zeros(1, 1, 1, 32)}, "mask is torch.float32"),
+        ({"mask": torch.zeros(1, 1, 1, 32, dtype=torch.int32)}, "mask is torch.int32"),
+        ({"mask": torch.zeros(1, 1, 32)}, "mask is torch.float32 of 3 dimensions"),
         ({"scale": -1.0}, "scale is -1.0"),
     ],
 )
@@ -330,7 +351,7 @@ def test_split_count(heads, max_len, splits):
 
 
 COMPILED_SHAPES = [
-    # key format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks
+    # key format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks and an added mask
     ("nvfp4", 128, 32, 8192, 4, None, False),
     ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), False),
     ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096), False),
@@ -375,7 +396,7 @@ def compile_without_gpu() -> None:
         buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta")
         query = torch.empty(batch, 8 * group, 1, head_dim, dtype=torch.bfloat16, device="meta")
         positions = torch.empty(1, dtype=torch.int64, device="meta")
-        mask = mask_shape and torch.empty(mask_shape, dtype=torch.bool, device="meta")
+        mask = mask_shape and torch.empty(mask_shape, dtype=torch.bfloat16 if capped else torch.bool, device="meta")
         sinks = torch.empty(8 * group, dtype=torch.bfloat16, device="meta") if capped else None
         extras = {"softcap": 50.0 if capped else 0.0, "sinks": sinks}
         hopper_decode.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name, **extras)
