@@ -128,10 +128,10 @@ class KVFormat:
     def check_head_dim(self, head_dim: int) -> None:
         """Raise ``ValueError`` for a head_dim this format cannot hold."""
         multiple = max(self.block, 16)
-        if head_dim % multiple or not 16 <= head_dim <= 256:
+        if head_dim % multiple or not 16 <= head_dim <= 512:
             raise ValueError(
                 f"format {self.name!r} cannot hold head_dim {head_dim}: it must be a multiple of {multiple}, "
-                "from 16 to 256"
+                "from 16 to 512"
             )
 
     def allocate(

@@ -117,12 +117,15 @@ def attention(
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``query`` (``[batch, heads, length, head_dim]``) to the cache, decoded on the fly.
 
     The arguments are those of :func:`kvpass.reference.attention`, K and V as buffers. Returns
     ``[batch, heads, length, value_head_dim]`` in ``query.dtype``.
     """
+    _check_softmax(query, softcap, sinks)
     _check_fits(positions, key_codes)
     end = int(positions[-1]) + 1
     if mask is not None and mask.shape[-1] < end:
@@ -131,7 +134,7 @@ def attention(
     value = reference.dequantize(
         KVBuffers(value_codes, value_block_scale, value_scale).first(end), get_format(value_format)
     )
-    return reference.attention(query, key, value, positions, mask, scale, is_causal)
+    return reference.attention(query, key, value, positions, mask, scale, is_causal, softcap, sinks)
 
 
 @attention.register_fake
@@ -145,6 +148,7 @@ def _attention_fake(query: Tensor, *args: object) -> Tensor:
 def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
+    _check_softmax(query, *args[12:])
     return launch(query, *args)
 
 
@@ -168,6 +172,16 @@ def _check_fits(positions: Tensor, codes: Tensor) -> None:
     last = int(positions[-1])
     if last >= codes.shape[2]:
         raise ValueError(f"position {last} does not fit a cache of {codes.shape[2]} slots; make max_cache_len larger")
+
+
+def _check_softmax(query: Tensor, softcap: float = 0.0, sinks: Tensor | None = None) -> None:
+    heads = query.shape[1]
+    if not softcap >= 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    if sinks is not None and not (sinks.shape == (heads,) and sinks.dtype.is_floating_point):
+        raise ValueError(
+            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; give a floating number for each of {heads} heads"
+        )
 
 
 @torch.library.custom_op("kvpass::released", mutates_args=())

@@ -168,6 +168,8 @@ def attention(
     mask: torch.Tensor | None,
     scale: float,
     is_causal: bool,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over decoded K and V, in the precision of its inputs raised to fp32 (fp64 stays fp64).
 
@@ -181,6 +183,9 @@ def attention(
             floating (added to the scaled scores).
         scale: Multiplies the scores.
         is_causal: Query ``i`` sees slots up to ``positions[i]`` only.
+        softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask (Gemma 2).
+        sinks: None, or ``[heads]`` floating: a logit that joins the softmax of every row of its head and takes no value
+            (GPT-OSS).
 
     Returns:
         ``[batch, heads, length, value_dim]`` in ``query.dtype``; a row whose every slot is masked is zero.
@@ -191,6 +196,8 @@ def attention(
     key, value = key[:, :, :end].to(compute), value[:, :, :end].to(compute)
     grouped = rearrange(query.to(compute), "batch (kv group) length dim -> batch kv group length dim", kv=kv_heads)
     scores = grouped @ rearrange(key, "batch kv slots dim -> batch kv 1 dim slots") * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         visible = mask[..., :end].expand(batch, heads, length, end)
         visible = rearrange(visible, "batch (kv group) length slots -> batch kv group length slots", kv=kv_heads)
@@ -199,7 +206,10 @@ def attention(
         slots = torch.arange(end, device=query.device)
         scores = scores.masked_fill(slots > positions[:, None], -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    probabilities = torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0)
+    if sinks is not None:
+        sink = rearrange(sinks.to(scores), "(kv group) -> kv group 1 1", kv=kv_heads)
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    probabilities = torch.softmax(scores, -1)[..., :end].masked_fill(sees_nothing, 0.0)
     out = probabilities @ rearrange(value, "batch kv slots dim -> batch kv 1 slots dim")
     return rearrange(out, "batch kv group length dim -> batch (kv group) length dim").to(query.dtype)
 

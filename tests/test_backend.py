@@ -201,23 +201,31 @@ class TestOptions:
         run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
 
     def test_strict_raises_on_an_unfused_site(self, tiny_llama, ids):
-        model = tiny_llama(attn_implementation="eager")
+        model = tiny_llama(attn_implementation="eager", output_attentions=True)
         step = torch.compile(model, backend="kvquant", options={"strict": True})
         with pytest.raises(Exception, match="left attention unfused") as caught:
             run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
         assert "NotFusedError" in repr(caught.value) or isinstance(caught.value, NotFusedError)
 
     def test_not_strict_warns_and_is_right(self, tiny_llama, ids):
-        model = tiny_llama(attn_implementation="eager")
+        model = tiny_llama(attn_implementation="eager", output_attentions=True)
         expected = run(model, QuantizedCache(model.config, max_cache_len=32), ids[:, :11])
         step = torch.compile(model, backend="kvquant")
         with pytest.warns(UserWarning, match="left attention unfused"):
             ours = run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :11], prefill=model)
         close(ours, expected)
-        assert reports_for(list(model.parameters()))[-1].count("not fused") == 4  # K and V of two layers
+        assert reports_for(list(model.parameters()))[-1].count("not fused") == 2
+
+    @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+    def test_eager_attention_is_fused(self, tiny_llama, ids, mode):
+        model = tiny_llama(attn_implementation="eager")
+        expected = run(model, QuantizedCache(model.config, max_cache_len=32), ids[:, :11])
+        step = torch.compile(model, backend="kvquant", options={"strict": True, "mode": mode})
+        close(run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :11], prefill=model), expected)
+        assert reports_for(list(model.parameters()))[-1].count("fused") == 2
 
     def test_a_graph_without_attention_warns(self):
-        with pytest.warns(NothingToFuseWarning, match="holds no scaled_dot_product_attention"):
+        with pytest.warns(NothingToFuseWarning, match="holds no attention"):
             torch.compile(torch.relu, backend="kvquant")(torch.ones(3))
 
     def test_a_fused_graph_warns_of_nothing(self, tiny_llama, ids):

@@ -5,15 +5,17 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from kvpass import reference
 from kvpass.cache import QuantizedLayer
 from kvpass.config import KVQuantConfig
-from kvpass.fx_passes.match import DEQUANTIZE, SDPA, STORE, Exact, Rejected, Site, find_sites, why_none
+from kvpass.fx_passes.match import DEQUANTIZE, FLEX, LATENT, STORE, Exact, Rejected, Site, find_sites, why_none
 from kvpass.fx_passes.report import describe
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
+from kvpass.fx_passes.sdpa import SDPA
 
 SLOTS, GROUP = 32, 3
 FP8_NVFP4 = KVQuantConfig(key_format="fp8_e4m3", value_format="nvfp4")
@@ -153,9 +155,9 @@ REJECTED = {
         {"change": lambda **kw: kw | {"is_causal": True, "attn_mask": None}},
         "is_causal=True counts from the cache's first slot",
     ),
-    "3-D mask": (
-        {"change": lambda **kw: kw | {"attn_mask": kw["attn_mask"][0].expand(6, 1, SLOTS)}},
-        "the mask has 3 dimensions; 4 are needed",
+    "mask of one slot": (
+        {"change": lambda **kw: kw | {"attn_mask": torch.zeros(2, 1, 1, 1)}},
+        "its mask covers 1 slots, and the cache has 32",
     ),
     "slice of the cache": (
         {
@@ -211,32 +213,24 @@ def test_a_decoded_cache_that_something_else_reads_too_is_reported():
     found = capture(Reads(), q, k, v, quantized_layer(), visible())
     assert sorted(type(m).__name__ for m in found["matches"]) == ["Rejected", "Site"]
     (rejected,) = [m for m in found["matches"] if isinstance(m, Rejected)]
-    assert rejected.reason == "the decoded cache is read by sum, not by SDPA"
+    assert rejected.reason == "the decoded cache is read by sum, not by an attention"
 
 
-def test_a_decoded_cache_that_no_sdpa_reads_is_reported():
-    class Eager(nn.Module):
-        def forward(self, q, k, v, layer):
+def test_a_repeated_cache_that_something_else_reads_too_is_reported():
+    class Reads(Attend):
+        def forward(self, q, k, v, layer, mask):
             k, v = layer.update(k, v)
-            return torch.softmax(q @ repeat_kv(k).mT, -1) @ repeat_kv(v)
+            k, v = repeat_kv(k), repeat_kv(v)
+            return SDPA(q, k, v, attn_mask=mask), k.sum()
 
     q, k, v = tokens(1)
-    found = capture(Eager(), q, k, v, quantized_layer())
-    assert [m.reason for m in found["matches"]] == ["the decoded cache is read by getitem, not by SDPA"] * 2
+    found = capture(Reads(), q, k, v, quantized_layer(), visible())
+    (rejected,) = [m for m in found["matches"] if isinstance(m, Rejected)]
+    assert rejected.reason == "the decoded cache is read by sum, not by an attention"
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (
-            lambda x: torch.softmax(x @ x.mT, -1) @ x,
-            "matmul and softmax; load the model with attn_implementation='sdpa'",
-        ),
-        (lambda x: torch.relu(x), "holds no scaled_dot_product_attention"),
-    ],
-)
-def test_why_a_graph_has_nothing_to_fuse(function, reason):
-    assert reason in why_none(torch.fx.symbolic_trace(function).graph)
+def test_why_a_graph_has_nothing_to_fuse():
+    assert "holds no attention" in why_none(torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph)
 
 
 def test_layers_are_named(tiny_llama):
@@ -260,3 +254,62 @@ def test_report_merges_equal_layers():
     text = str(capture(Attend(), q, k, v, quantized_layer(), visible())["report"])
     assert text.splitlines()[0] == "graph with 1 attentions: 1 fused"
     assert "K fp8_e4m3, V nvfp4, 200 bytes per token" in text
+
+
+def test_queries_packed_by_group_are_not_taken_for_tokens():
+    class Packed(nn.Module):
+        def forward(self, q, k, v, layer, mask):
+            k, v = layer.update(k, v)
+            return SDPA(q.reshape(2, 2, GROUP, 64), k, v, attn_mask=mask, scale=0.2)
+
+    q, k, v = tokens(1)
+    (match,) = capture(Packed(), q, k, v, quantized_layer(), visible())["matches"]
+    assert match.reason == "its query has 3 rows for 1 tokens; one for each is needed"
+
+
+@pytest.mark.parametrize("shape", [(6, 1, SLOTS), (1, SLOTS), (2, 6, 1, SLOTS), (1, 6, 1, SLOTS)])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_given_by_the_user(shape, kind):
+    """Of fewer dimensions, or with a row for every head."""
+    q, k, v = tokens(1)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.5
+    mask = (mask | (torch.arange(SLOTS) == 9)) & (torch.arange(SLOTS) < 10)
+    mask = mask if kind == "bool" else torch.where(mask, torch.linspace(-3, 3, SLOTS), -torch.inf)
+    expected = Attend()(q, k, v, quantized_layer(), mask)
+    found = capture(Attend(), q, k, v, quantized_layer(), mask)
+    assert [type(m) for m in found["matches"]] == [Site]
+    torch.testing.assert_close(found["out"], expected)
+
+
+def reasons_in_decode(model, format="fp8_e4m3"):
+    """Why the attentions of one decode step over a `QuantizedCache` are not fused, by graph."""
+    from kvpass.cache import QuantizedCache
+
+    cache, graphs = QuantizedCache(model.config, format, max_cache_len=32), []
+
+    def backend(gm, inputs):
+        graphs.append([match.reason for match in find_sites(gm.graph) if isinstance(match, Rejected)])
+        return gm.forward
+
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache)
+        torch.compile(model, backend=backend)(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+    return graphs
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3"])
+def test_latent_attention_is_named(family, implementation):
+    widths = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = getattr(transformers, f"{family}Config")(
+        **widths, **sizes, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2, head_dim=16
+    )
+    config._attn_implementation = implementation
+    (reasons,) = reasons_in_decode(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    assert reasons == [f"K {LATENT}"] * 2
+
+
+def test_flex_attention_is_named(tiny_llama):
+    reasons = reasons_in_decode(tiny_llama(attn_implementation="flex_attention"))
+    assert FLEX in sum(reasons, [])

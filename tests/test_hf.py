@@ -382,13 +382,13 @@ class TestBadInput:
             generate(model, prompt, past_key_values=cache)
 
     def test_strict_stops_an_unfused_decode(self, tiny_llama, prompt):
-        model = tiny_llama(attn_implementation="eager")
+        model = tiny_llama(attn_implementation="eager", output_attentions=True)
         kvpass.enable(model, {"format": "nvfp4", "strict": True})
         with pytest.raises(Exception, match="left attention unfused"):
             generate(model, prompt)
 
     def test_unfused_decode_is_right_and_reported(self, tiny_llama, prompt):
-        model = tiny_llama(attn_implementation="eager")
+        model = tiny_llama(attn_implementation="eager", output_attentions=True)
         expected = by_hand(model, prompt, "nvfp4", tokens=4)
         kvpass.enable(model, "nvfp4")
         with warnings.catch_warnings(record=True) as caught:
@@ -396,7 +396,14 @@ class TestBadInput:
             assert torch.equal(generate(model, prompt, tokens=4), expected)
         assert any("left attention unfused" in str(w.message) for w in caught)
         report = kvpass.report(model)
-        assert report.fused == 0 and "the decoded cache is read by" in str(report)
+        assert report.fused == 0 and "do not ask for output_attentions" in str(report)
+
+    def test_eager_attention_is_fused(self, tiny_llama, prompt):
+        model = tiny_llama(attn_implementation="eager")
+        expected = by_hand(model, prompt, "nvfp4", tokens=4)
+        kvpass.enable(model, {"format": "nvfp4", "strict": True})
+        assert torch.equal(generate(model, prompt, tokens=4), expected)
+        assert kvpass.report(model).fused == 2
 
 
 class TestScales:

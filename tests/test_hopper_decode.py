@@ -49,11 +49,12 @@ class Case:
 
     def __init__(
         self, key="nvfp4", value=None, dtype=torch.bfloat16, batch=2, kv_heads=2, group=4, head_dim=128,
-        length=77, max_len=None, query_length=1, causal=False, mask=None,
+        length=77, max_len=None, query_length=1, causal=False, mask=None, softcap=0.0, sinks=None,
     ):  # fmt: skip
         torch.manual_seed(length + group + head_dim)
         self.formats = key, value or key
         self.causal, self.scale = causal, head_dim**-0.5
+        self.extras = {"softcap": softcap, "sinks": None if sinks is None else sinks.cuda()}
         max_len = max_len or length + 19
         self.key = make_buffers(self.formats[0], batch, kv_heads, max_len, head_dim, length, "cuda")
         self.value = make_buffers(self.formats[1], batch, kv_heads, max_len, head_dim, length, "cuda")
@@ -65,7 +66,7 @@ class Case:
         arguments = (self.query, *self.key, *self.value, self.positions, self.mask, self.scale, self.causal)
         assert hopper_decode.supports(*arguments, *self.formats) is None
         torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is poisoned
-        return hopper_decode.attention(*arguments, *self.formats)
+        return hopper_decode.attention(*arguments, *self.formats, **self.extras)
 
     def oracle(self):
         """The exact answer, and the relative error torch makes on the same K and V in the dtype of the query."""
@@ -73,16 +74,29 @@ class Case:
             reference.dequantize(b, get_format(f), torch.float64)
             for b, f in zip((self.key, self.value), self.formats, strict=True)
         )
-        exact = reference.attention(self.query.double(), k, v, self.positions, self.mask, self.scale, self.causal)
+        arguments = (self.positions, self.mask, self.scale, self.causal)
+        exact = reference.attention(self.query.double(), k, v, *arguments, **self.extras)
         end = int(self.positions[-1]) + 1
         group = self.query.shape[1] // k.shape[1]
         k, v = (x[:, :, :end].to(self.query.dtype).repeat_interleave(group, 1) for x in (k, v))
-        visible = torch.ones(self.query.shape[2], end, dtype=torch.bool, device="cuda")
+        bias, visible = 0.0, torch.ones(self.query.shape[2], end, dtype=torch.bool, device="cuda")
         if self.causal:
             visible = torch.arange(end, device="cuda") <= self.positions[:, None]
-        if self.mask is not None:
+        if self.mask is not None and self.mask.dtype == torch.bool:
             visible = visible & self.mask[..., :end]
-        torch_answer = F.scaled_dot_product_attention(self.query, k, v, attn_mask=visible, scale=self.scale)
+        elif self.mask is not None:
+            bias = self.mask[..., :end].float()
+        bias = bias + torch.zeros(visible.shape, device="cuda").masked_fill(~visible, -torch.inf)
+        if softcap := self.extras["softcap"]:
+            scores = self.query.float() @ k.float().mT * self.scale
+            bias = bias + softcap * torch.tanh(scores / softcap) - scores
+        if (sinks := self.extras["sinks"]) is not None:  # a last slot whose value is zero
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+            rows = (*self.query.shape[:3], 1)
+            bias = torch.cat([bias.expand(*rows[:3], end), sinks.float()[:, None, None].expand(rows)], -1)
+        torch_answer = F.scaled_dot_product_attention(
+            self.query, k, v, attn_mask=bias.to(self.query.dtype), scale=self.scale
+        )
         return exact, relative(torch_answer, exact)
 
     def check(self):
@@ -118,6 +132,23 @@ def of_every_row(batch, heads, query_length, max_len, length):
     return mask
 
 
+def added(batch, heads, query_length, max_len, length):
+    """As "eager" models have it: nothing, or the smallest finite number."""
+    hidden = torch.finfo(torch.bfloat16).min
+    return torch.where(left_padding(batch, heads, query_length, max_len, length), 0.0, hidden).bfloat16()
+
+
+def added_biases(batch, heads, query_length, max_len, length):
+    """A bias for every row and slot, some of it -inf."""
+    bias = 3 * torch.randn(batch, heads, query_length, max_len)
+    return bias.masked_fill(~of_every_row(batch, heads, query_length, max_len, length), -torch.inf)
+
+
+def alibi(batch, heads, query_length, max_len, length):
+    slopes = torch.exp2(-torch.arange(heads).float()).half()
+    return slopes[None, :, None, None] * (torch.arange(max_len) - length).half()
+
+
 def strided(batch, heads, query_length, max_len, length):
     """Slots are not next to each other."""
     return left_padding(batch, heads, query_length, 2 * max_len, length)[..., ::2]
@@ -151,8 +182,8 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
-@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided, added, added_biases, alibi])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
 def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()
 
@@ -163,6 +194,33 @@ def test_masks(format, mask):
 def test_several_query_tokens(query_length, group, causal):
     Case(query_length=query_length, group=group, length=150, causal=causal).check()
     Case("fp8_e4m3", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
+
+
+@hopper
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
+@pytest.mark.parametrize("mask", [None, left_padding, of_every_row, added, added_biases])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
+@pytest.mark.parametrize(
+    ("length", "query_length", "head_dim"), [(20, 1, 128), (333, 1, 64), (4000, 3, 128), (77, 2, 256)]
+)
+def test_softcap_and_sinks(length, query_length, head_dim, format, mask, softcap, with_sinks):
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 8.0, 1.0, 0.0, -1.0]).bfloat16() if with_sinks else None
+    Case(
+        format, length=length, query_length=query_length, head_dim=head_dim, mask=mask, causal=True, softcap=softcap,
+        sinks=sinks,
+    ).check()  # fmt: skip
+
+
+@hopper
+@pytest.mark.parametrize("sink", [-1000.0, 1000.0])
+def test_a_sink_out_of_all_proportion(sink):
+    case = Case(length=300)
+    without = case.run()
+    case.extras["sinks"] = torch.full((8,), sink, device="cuda")
+    if sink < 0:
+        assert torch.equal(case.run(), without)
+    else:
+        assert (case.run() == 0).all()
 
 
 @hopper
@@ -251,6 +309,7 @@ def test_supported_shapes():
     assert hopper_decode.supports_shapes(*shapes()) is None
     assert hopper_decode.supports_shapes(*shapes(group=16, query_length=8, head_dim=256)) is None
     assert hopper_decode.supports_shapes(*shapes(mask=torch.ones(1, 1, 1, 32, dtype=torch.bool))) is None
+    assert hopper_decode.supports_shapes(*shapes(mask=torch.zeros(1, 1, 1, 32))) is None
 
 
 @pytest.mark.parametrize(
@@ -262,7 +321,8 @@ def test_supported_shapes():
         ({"head_dim": 96}, "head_dim 96"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),
-        ({"mask": torch.zeros(1, 1, 1, 32)}, "mask is torch.float32"),
+        ({"mask": torch.zeros(1, 1, 1, 32, dtype=torch.int32)}, "mask is torch.int32"),
+        ({"mask": torch.zeros(1, 1, 32)}, "mask is torch.float32 of 3 dimensions"),
         ({"scale": -1.0}, "scale is -1.0"),
     ],
 )
@@ -291,14 +351,16 @@ def test_split_count(heads, max_len, splits):
 
 
 COMPILED_SHAPES = [
-    # key format, head_dim, batch, max_len, GQA group, shape of the mask
-    ("nvfp4", 128, 32, 8192, 4, None),
-    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192)),
-    ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096)),
-    ("nvfp4", 128, 1, 131072, 8, None),
-    ("fp8_e4m3", 128, 32, 8192, 4, None),
-    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192)),
-    ("fp8_e4m3", 64, 1, 4096, 3, None),
+    # key format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks and an added mask
+    ("nvfp4", 128, 32, 8192, 4, None, False),
+    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), False),
+    ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096), False),
+    ("nvfp4", 128, 1, 131072, 8, None, False),
+    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), True),
+    ("fp8_e4m3", 128, 32, 8192, 4, None, False),
+    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), False),
+    ("fp8_e4m3", 64, 1, 4096, 3, None, False),
+    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), True),
 ]
 
 
@@ -329,13 +391,15 @@ def compile_without_gpu() -> None:
     for name in ("_decode_kernel", "_combine_kernel"):
         setattr(hopper_decode, name, Warmup(getattr(hopper_decode, name)))
     spilled = []
-    for name, head_dim, batch, max_len, group, mask_shape in COMPILED_SHAPES:
+    for name, head_dim, batch, max_len, group, mask_shape, capped in COMPILED_SHAPES:
         compiled: list = []
         buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta")
         query = torch.empty(batch, 8 * group, 1, head_dim, dtype=torch.bfloat16, device="meta")
         positions = torch.empty(1, dtype=torch.int64, device="meta")
-        mask = mask_shape and torch.empty(mask_shape, dtype=torch.bool, device="meta")
-        hopper_decode.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
+        mask = mask_shape and torch.empty(mask_shape, dtype=torch.bfloat16 if capped else torch.bool, device="meta")
+        sinks = torch.empty(8 * group, dtype=torch.bfloat16, device="meta") if capped else None
+        extras = {"softcap": 50.0 if capped else 0.0, "sinks": sinks}
+        hopper_decode.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name, **extras)
         spilled.append([spilled_bytes(kernel.asm["cubin"]) for kernel in compiled])
     print(json.dumps(spilled))
 

@@ -107,12 +107,12 @@ def launch_store(key, value, positions, key_buffers, value_buffers, key_format, 
     store(key, value, positions.to(DEVICE), *key_buffers, *value_buffers, key_format, value_format)
 
 
-def launch_attention(query, key, value, positions, mask, scale, is_causal, key_format, value_format):
+def launch_attention(query, key, value, positions, mask, *arguments, softcap=0.0, sinks=None):
     from kvpass.kernels.attention import attention
 
     mask = None if mask is None else mask.to(DEVICE)
     return attention(
-        query.to(DEVICE), *key, *value, positions.to(DEVICE), mask, scale, is_causal, key_format, value_format
+        query.to(DEVICE), *key, *value, positions.to(DEVICE), mask, *arguments, softcap=softcap, sinks=sinks
     )
 
 
@@ -145,7 +145,11 @@ def spread(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
 @pytest.mark.parametrize(
     "batch, kv_heads, length, head_dim",
-    [(1, 3, 5, 64), (2, 1, 1, 96), *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128))],
+    [
+        (1, 3, 5, 64),
+        (2, 1, 1, 96),
+        *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128), (2, 1, 33, 512)),
+    ],
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_store_gives_the_bytes_of_the_reference(name, batch, kv_heads, length, head_dim, dtype):
@@ -193,6 +197,8 @@ def test_store_takes_strided_inputs_and_formats_and_head_dims_of_their_own():
     value = spread(2, 2, 3, 96).mT.contiguous().mT  # head_dim is not the innermost
     check_store(key, value, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
     check_store(key, value, torch.tensor([31, 32, 40]), "fp8_e5m2", "test_mx_block32", 41)
+    latent, rotary = spread(2, 1, 3, 512), spread(2, 1, 3, 64)  # what DeepSeek caches
+    check_store(latent, rotary, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "bf16"])
@@ -225,15 +231,16 @@ def test_dequantize_decodes_every_code(name, dtype):
 
 @pytest.mark.parametrize("length", [1, 33, *wide(15, 16, 17, 63)])
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16"])
-def test_dequantize_is_zero_past_the_length(name, length):
+@pytest.mark.parametrize("head_dim", [80, 512])
+def test_dequantize_is_zero_past_the_length(name, length, head_dim):
     from kvpass.kernels.dequantize import dequantize
 
     fmt = get_format(name)
-    buffers = poisoned_buffers(fmt, 2, 2, 70, 80)
-    reference.write(buffers, fmt, spread(2, 2, length, 80), torch.arange(length))
+    buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim)
+    reference.write(buffers, fmt, spread(2, 2, length, head_dim), torch.arange(length))
     actual = dequantize(*to_device(buffers), torch.arange(length, device=DEVICE), name, BF16)
     assert_same_values(actual[:, :, :length], reference.dequantize(buffers.first(length), fmt, BF16))
-    assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, 80, dtype=BF16))
+    assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, head_dim, dtype=BF16))
     overrun = dequantize(*to_device(buffers), torch.tensor([70], device=DEVICE), name, BF16)
     assert overrun.isnan().all()
 
@@ -268,11 +275,14 @@ def check_attention(
     mask=None,
     is_causal=False,
     query_scale=1.0,
+    softcap=0.0,
+    sinks=None,
 ):
     """Kernel, and SDPA in the query's dtype on the decoded K and V, against fp64 on the same bytes.
 
     The kernel may err as SDPA does, or as rounding the exact answer does, times what two summation orders differ by;
-    in fp32, where the hardware's exp2 is off by more than a summation, twice that.
+    in fp32, where the hardware's exp2 is off by more than a summation, twice that. What SDPA has not (``softcap``,
+    ``sinks``), it is given as the bias that makes the same of its scores, and as a last slot whose value is zero.
     """
     value_format, value_dim = value_format or key_format, value_dim or head_dim
     max_len = max_len or length + 9
@@ -281,7 +291,9 @@ def check_attention(
     query = torch.randn(batch, query_len, kv_heads * group, head_dim).mul(query_scale).to(dtype).transpose(1, 2)
     positions = torch.arange(length - query_len, length)
     scale = head_dim**-0.5 / query_scale
-    actual = launch_attention(query, key, value, positions, mask, scale, is_causal, key_format, value_format)
+    extras = {"softcap": softcap, "sinks": None if sinks is None else sinks.to(DEVICE)}
+    arguments = (positions, mask, scale, is_causal, key_format, value_format)
+    actual = launch_attention(query, key, value, *arguments, **extras)
     assert actual.shape == (batch, kv_heads * group, query_len, value_dim) and actual.dtype == dtype
 
     query, positions = query.to(DEVICE), positions.to(DEVICE)
@@ -291,7 +303,7 @@ def check_attention(
     ]
     mask = None if mask is None else mask.to(DEVICE)
     exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    exact = reference.attention(query.double(), *decoded, positions, exact_mask, scale, is_causal)
+    exact = reference.attention(query.double(), *decoded, positions, exact_mask, scale, is_causal, **extras)
 
     bias = torch.zeros(batch, kv_heads * group, query_len, length, device=DEVICE)
     if mask is not None:
@@ -299,9 +311,16 @@ def check_attention(
         bias = bias.masked_fill(~cut, -torch.inf) if mask.dtype == torch.bool else bias + cut
     if is_causal:
         bias = bias.masked_fill(torch.arange(length, device=DEVICE) > positions[:, None], -torch.inf)
-    peer = F.scaled_dot_product_attention(
-        query, *(t.to(dtype).repeat_interleave(group, 1) for t in decoded), attn_mask=bias.to(dtype), scale=scale
-    )
+    k, v = (t.to(dtype).repeat_interleave(group, 1) for t in decoded)
+    capped = bias.to(dtype)
+    if softcap:
+        scores = query.float() @ k.float().mT * scale
+        capped = (bias + softcap * torch.tanh(scores / softcap) - scores).to(dtype)
+    if sinks is not None:
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        column = sinks.to(DEVICE, dtype)[:, None, None].expand(batch, -1, query_len, 1)
+        capped = torch.cat([capped, column], -1)
+    peer = F.scaled_dot_product_attention(query, k, v, attn_mask=capped, scale=scale)
     blind = (bias == -torch.inf).all(-1)
     assert (actual[blind] == 0).all(), "a row that sees nothing must be zero"
     sees = ~blind
@@ -347,7 +366,9 @@ def test_attention_with_every_group(name, group):
 
 @pytest.mark.parametrize("query_len", [1, *wide(3, 40)])
 @pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 256, *wide(16, 32, 64, 112, 192)])
+@pytest.mark.parametrize(
+    "head_dim", [80, 96, 112, 128, 160, 256, 512, *wide(16, 32, 48, 64, 144, 176, 192, 208, 224, 240, 272, 384)]
+)
 def test_attention_with_every_head_dim(name, head_dim, query_len):
     check_attention(name, head_dim=head_dim, length=50, query_len=query_len, is_causal=True)
 
@@ -357,8 +378,11 @@ def test_attention_with_every_head_dim(name, head_dim, query_len):
     [
         ("fp8_e4m3", "nvfp4", 64, 64),
         ("nvfp4", "bf16", 80, 128),
+        ("fp8_e4m3", "nvfp4", 192, 128),
+        ("nvfp4", "fp8_e4m3", 112, 160),
         *wide(
             ("bf16", "nvfp4", 192, 128),
+            ("nvfp4", "nvfp4", 192, 128),
             ("fp4_mx_block16", "fp8_e5m2", 128, 64),
             ("fp8_e4m3", "test_mx_block32", 128, 96),
             ("test_nvfp4_block32", "fp4_mx_block16", 256, 16),
@@ -410,6 +434,42 @@ def test_attention_with_every_mask(name, kind):
 
 def test_attention_with_a_mask_and_causal():
     check_attention(query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)["left padding"], is_causal=True)  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", *wide("bf16", "fp8_e5m2", "fp4_mx_block16")])
+@pytest.mark.parametrize("softcap, with_sinks", [(1.5, False), (0.0, True), (1.5, True)])
+@pytest.mark.parametrize("length, max_len", [(40, 40), (150, 400), *wide((4000, 4096))])
+def test_attention_with_softcap_and_sinks(name, dtype, softcap, with_sinks, length, max_len):
+    """In one share and in several."""
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 4.0, 1.0]).bfloat16() if with_sinks else None
+    check_attention(
+        name, dtype=dtype, length=length, max_len=max_len, group=3, query_scale=0.25, softcap=softcap, sinks=sinks
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4")])
+@pytest.mark.parametrize("kind", ["left padding", "rows that see nothing", "additive fp32"])
+def test_attention_with_softcap_sinks_and_a_mask(name, kind):
+    mask = masks(2, 4, 2, 110)[kind]
+    sinks = torch.linspace(-2, 3, 4)
+    check_attention(
+        name, query_len=2, length=100, max_len=110, batch=2, group=2, mask=mask, softcap=2.0, sinks=sinks,
+        is_causal=kind == "left padding",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sink", [-1000.0, 1000.0])
+@pytest.mark.parametrize("length, max_len", [(40, 40), (150, 400)])
+def test_attention_with_a_sink_out_of_all_proportion(sink, length, max_len):
+    key, value = (make_cache("fp8_e4m3", 1, 2, max_len, 64, length) for _ in range(2))
+    query, last = torch.randn(1, 2, 1, 64, dtype=BF16), torch.tensor([length - 1])
+    arguments = (query, key, value, last, None, 0.125, False, "fp8_e4m3", "fp8_e4m3")
+    out = launch_attention(*arguments, sinks=torch.full((2,), sink, device=DEVICE))
+    if sink < 0:
+        assert torch.equal(out, launch_attention(*arguments))
+    else:
+        assert (out == 0).all()
 
 
 @pytest.mark.parametrize("query_scale", [2.0**-40, 2.0**60])

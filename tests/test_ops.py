@@ -26,7 +26,10 @@ def test_opcheck(key_format, value_format, device):
     torch.library.opcheck(ops.dequantize, (*key, positions, key_format, torch.bfloat16))
     query = torch.randn(2, 6, 2, 64, device=device, dtype=torch.bfloat16)
     mask = torch.ones(2, 1, 2, 40, device=device, dtype=torch.bool)
-    torch.library.opcheck(ops.attention, (query, *key, *value, positions, mask, 0.125, True, *formats))
+    arguments = (query, *key, *value, positions, mask, 0.125, True, *formats)
+    torch.library.opcheck(ops.attention, arguments)
+    sinks = torch.randn(6, device=device, dtype=torch.bfloat16)
+    torch.library.opcheck(ops.attention, arguments, {"softcap": 5.0, "sinks": sinks})
 
 
 @pytest.mark.parametrize(("key_format", "value_format"), PAIRS)
@@ -53,6 +56,23 @@ def test_slots_past_the_newest_token_are_not_read(name, device):
             buffers.block_scale[:, :, 1, :, [reference.SCALE_ORDER[s] for s in range(1, 32)]] = 0xFF
     assert torch.equal(ops.attention(query, *key, *value, last, None, 0.125, False, name, name), before)
     assert (ops.dequantize(*key, last, name, torch.float32)[:, :, 33:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "message"),
+    [
+        (-1.0, None, "softcap is -1.0; it must be positive, or 0 for none"),
+        (float("nan"), None, "softcap is nan"),
+        (0.0, torch.zeros(3), r"sinks are torch.float32 of shape \(3,\); give a floating number for each of 6 heads"),
+        (0.0, torch.zeros(6, dtype=torch.int64), "sinks are torch.int64"),
+    ],
+)
+def test_softcaps_and_sinks_that_are_refused(softcap, sinks, message, device):
+    _, _, key, value = filled("nvfp4", "nvfp4", device)
+    query, last = torch.randn(2, 6, 1, 64, device=device), torch.tensor([32], device=device)
+    sinks = None if sinks is None else sinks.to(device)
+    with pytest.raises(ValueError, match=message):
+        ops.attention(query, *key, *value, last, None, 0.125, False, "nvfp4", "nvfp4", softcap, sinks)
 
 
 def test_a_position_past_the_end():

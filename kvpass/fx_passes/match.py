@@ -1,8 +1,9 @@
 """Find the attention sites of a Dynamo graph that read a KV cache. Nothing here changes the graph.
 
-Every ``scaled_dot_product_attention`` becomes a :class:`Site` (it can be fused), a :class:`Exact` (a prefill that
-attends to the K and V it has just computed: nothing to fuse), or a :class:`Rejected` with a reason a user can act on.
-So does every decoded K or V that something else reads: a graph has no read of a quantized cache that goes uncounted.
+Every attention, be it ``scaled_dot_product_attention`` (:mod:`kvpass.fx_passes.sdpa`) or written out
+(:mod:`kvpass.fx_passes.eager`), becomes a :class:`Site` (it can be fused), a :class:`Exact` (a prefill that attends to
+the K and V it has just computed: nothing to fuse), or a :class:`Rejected` with a reason a user can act on. So does
+every decoded K or V that something else reads: a graph has no read of a quantized cache that goes uncounted.
 
 Two reads of a cache are recognized behind the views that ``repeat_kv`` makes:
 
@@ -14,22 +15,26 @@ Two reads of a cache are recognized behind the views that ``repeat_kv`` makes:
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.source import GetItemSource
 
 import kvpass.ops  # noqa: F401  the operators below are registered there
+from kvpass.fx_passes import eager, sdpa
+from kvpass.fx_passes.forms import Added, Attention, Unrecognized, example, name_of
 
-SDPA = torch.nn.functional.scaled_dot_product_attention
 STORE = torch.ops.kvpass.store.default
 DEQUANTIZE = torch.ops.kvpass.dequantize.default
 RELEASED = torch.ops.kvpass.released.default
+LATENT = (
+    "is expanded by a linear layer from a cached latent (multi-head latent attention), which is not fused: the latent "
+    "is stored quantized, and expanded in full at every step"
+)
+FLEX = "it uses flex attention, which is not fused; load the model with attn_implementation='sdpa'"
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,9 @@ class Site:
     """An attention that reads a cache and can be fused.
 
     Attributes:
-        attention: The SDPA node.
+        attention: The node whose value it is.
         key, value: Where K and V come from; both of one kind.
-        query, mask: Nodes.
-        scale: Softmax scale.
+        query, scale, added, softcap, sinks: As :class:`kvpass.fx_passes.forms.Attention` has them.
         layer: Path of the module that attends.
         consumed: What has no use left once the attention is replaced, users before what they use.
     """
@@ -96,8 +100,10 @@ class Site:
     key: QuantizedRead | StaticRead
     value: QuantizedRead | StaticRead
     query: fx.Node
-    mask: fx.Node | None
     scale: float
+    added: tuple[Added, ...]
+    softcap: float
+    sinks: fx.Node | None
     layer: str
     consumed: tuple[fx.Node, ...]
 
@@ -128,25 +134,31 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
     Args:
         by_layer: Whether the layers of a ``StaticCache`` are not all stored alike, so that a site must know its own.
     """
-    matches = [
-        _match_attention(node, _sdpa_arguments(node), by_layer)
-        for node in graph.find_nodes(op="call_function", target=SDPA)
-    ]
+    matches: list[Match] = []
     accounted: set[fx.Node] = set()
-    for match in matches:
-        accounted.add(match.attention)
+    ends: set[fx.Node] = set()  # a read that gets here has a match that speaks for it
+    for found in (*sdpa.find(graph), *eager.find(graph)):
+        match = _match_attention(found, by_layer) if isinstance(found, Attention) else _match_unrecognized(found)
+        if match is None:
+            continue
+        matches.append(match)
+        accounted.update((match.attention, *found.inner))
+        ends.add(match.attention)
         if isinstance(match, Site):
             accounted.update(match.consumed)
         elif isinstance(match, Rejected):  # its reason speaks for the reads behind it
-            call = _sdpa_arguments(match.attention)
-            for name in ("key", "value"):
-                source, views = _peel(_before_cut(call[name]))
-                accounted.update((source, *views))
+            for operand in (found.key, found.value):
+                if operand is not None:
+                    source, views = _peel(_before_cut(operand))
+                    accounted.update((source, *views))
+                    ends.add(operand)
+    latent = {match.layer for match in matches if isinstance(match, Rejected) and LATENT in match.reason} - {"?"}
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
-        others = node.users.keys() - accounted
+        if layer_of(node) in latent:  # the rotary part of K is another read of the same attention
+            continue
+        others = set() if node in ends else _unaccounted_users(node, accounted, ends)
         if others or node not in accounted:
-            reason = f"the decoded cache is read by {_names(others or node.users)}, not by SDPA"
-            matches.append(Rejected(node, layer_of(node), reason))
+            matches.append(Rejected(node, layer_of(node), _why_not_attention(others or node.users.keys())))
     order = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(matches, key=lambda match: order[match.attention])
 
@@ -155,11 +167,9 @@ def why_none(graph: fx.Graph) -> str:
     """Why a graph in which :func:`find_sites` finds nothing has nothing to fuse."""
     names = {str(getattr(node.target, "__name__", node.target)) for node in graph.nodes}
     if "flex_attention" in names:
-        return "it uses flex attention; load the model with attn_implementation='sdpa'"
-    if "softmax" in names:
-        return "its attention is written as matmul and softmax; load the model with attn_implementation='sdpa'"
+        return FLEX
     return (
-        "it holds no scaled_dot_product_attention: the model has no attention, or a graph break cut it apart "
+        "it holds no attention that is recognized: the model has none, or a graph break cut it apart "
         "(TORCH_LOGS=graph_breaks shows where)"
     )
 
@@ -175,29 +185,31 @@ def layer_of(node: fx.Node) -> str:
     return path.replace("_modules['", "").replace("']", "") or "?"
 
 
-def example(node: fx.Node) -> torch.Tensor:
-    """The fake tensor Dynamo recorded for ``node``."""
-    value: torch.Tensor = node.meta["example_value"]
-    return value
+def _match_unrecognized(found: Unrecognized) -> Rejected | None:
+    """A softmax matters only if what it would take for K or V comes from a cache."""
+    operands = [operand for operand in (found.key, found.value) if operand is not None]
+    if all(isinstance(_read(operand), str) for operand in operands):
+        return None
+    reason = f"it is written as matmul and softmax, and {found.reason}"
+    return Rejected(found.node, layer_of(found.node), reason)
 
 
-def _match_attention(node: fx.Node, call: dict[str, Any], by_layer: bool) -> Match:
-    layer = layer_of(node)
-    query, mask = call["query"], call["attn_mask"]
-    if _stores_fresh(call["key"], call["value"]):
+def _match_attention(call: Attention, by_layer: bool) -> Match:
+    node, layer = call.node, layer_of(call.node)
+    if _stores_fresh(call.key, call.value):
         return Exact(node, layer)
     sides = []
-    for name, source in (("K", call["key"]), ("V", call["value"])):
+    for name, source in (("K", call.key), ("V", call.value)):
         read = _read(source)
         if isinstance(read, str):
             return Rejected(node, layer, f"{name} {read}")
         sides.append((name, source, read))
     (_, key_node, key), (_, value_node, value) = sides
-    if isinstance(key, StaticRead) and call["is_causal"] and _is_cut(key_node) and _is_cut(value_node):
+    if isinstance(key, StaticRead) and sdpa.is_causal(node) and _is_cut(key_node) and _is_cut(value_node):
         return Exact(node, layer)  # the prompt in an empty static cache, still bf16
     if reason := _obstacle(call, key, value, by_layer):
         return Rejected(node, layer, reason)
-    consumed: list[fx.Node] = []
+    consumed = list(call.inner)
     for name, source, read in sides:
         consumed += _peel(source)[1]
         if isinstance(read, QuantizedRead):
@@ -206,21 +218,17 @@ def _match_attention(node: fx.Node, call: dict[str, Any], by_layer: bool) -> Mat
         own = (read.copy, *read.markers)
         holders = (read.buffer, *own, *_peel(source)[1])
         if others := {user for holder in holders for user in holder.users} - {node, *own, *consumed}:
-            return Rejected(
-                node, layer, f"the {name} buffer is also used by {_names(others)}, which needs it unquantized"
-            )
+            names = ", ".join(sorted({name_of(other) for other in others}))
+            return Rejected(node, layer, f"the {name} buffer is also used by {names}, which needs it unquantized")
         consumed += own
-    scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(example(query).shape[-1])
-    if isinstance(scale, fx.Node):  # symbolic under dynamic=True, though it follows from head_dim
-        scale = scale.meta["example_value"]
-    return Site(node, key, value, query, mask, float(scale), layer, tuple(consumed))
+    return Site(node, key, value, call.query, call.scale, call.added, call.softcap, call.sinks, layer, tuple(consumed))
 
 
 def _obstacle(
-    call: dict[str, Any], key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead, by_layer: bool
+    call: Attention, key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead, by_layer: bool
 ) -> str | None:
     """What the fused attention cannot express, or None."""
-    heads, kv_heads, mask = example(call["query"]).shape[1], example(key.source).shape[1], call["attn_mask"]
+    query, (_, kv_heads, slots, _) = example(call.query), example(key.source).shape
     if type(key) is not type(value):
         return "K and V come from caches of different kinds"
     if key.positions is not value.positions:
@@ -231,36 +239,56 @@ def _obstacle(
                 "formats or scales differ from layer to layer, and which layer of a cache the buffers of K and V "
                 "belong to cannot be told; use a kvpass.QuantizedCache"
             )
-    if _is_cut(call["key"]) or _is_cut(call["value"]):
+    if _is_cut(call.key) or _is_cut(call.value):
         return "it reads a slice of the cache"
-    if call["dropout_p"] != 0.0:
-        return f"dropout_p is {call['dropout_p']}; only 0.0 can be fused (call model.eval())"
-    if call["is_causal"]:
-        return "is_causal=True counts from the cache's first slot, not from the newest token; pass a mask"
-    if isinstance(call["scale"], fx.Node) and isinstance(call["scale"].meta["example_value"], torch.Tensor):
-        return "the softmax scale is a tensor"
+    if call.obstacle is not None:
+        return call.obstacle
     for name, read in (("K", key), ("V", value)):
         if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
             return f"the {name} buffer is allocated in this graph; the next one can be fused"
-    if heads % kv_heads:
-        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
-    if mask is not None and example(mask).dim() != 4:
-        return f"the mask has {example(mask).dim()} dimensions; 4 are needed (batch, heads, query, slots)"
-    if mask is not None and not (example(mask).dtype == torch.bool or example(mask).dtype.is_floating_point):
-        return f"the mask is {example(mask).dtype}; boolean or floating is needed"
+    if query.dim() != 4:
+        return f"its query has {query.dim()} dimensions; 4 are needed (batch, heads, length, head_dim)"
+    if query.shape[2] != (count := example(key.positions).shape[0]):
+        return f"its query has {query.shape[2]} rows for {count} tokens; one for each is needed"
+    if query.shape[1] % kv_heads:
+        return f"{query.shape[1]} query heads are no multiple of {kv_heads} KV heads"
+    if query.dtype != example(call.node).dtype:
+        return f"its query is {query.dtype} and its result {example(call.node).dtype}; they must be alike"
+    for mask in (example(added.node) for added in call.added):
+        if mask.dim() > 4 or mask.dim() == 0:
+            return f"its mask has {mask.dim()} dimensions; at most 4 (batch, heads, query, slots) can be fused"
+        if not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+            return f"its mask is {mask.dtype}; boolean or floating is needed"
+        if mask.shape[-1] != slots:
+            return f"its mask covers {mask.shape[-1]} slots, and the cache has {slots}"
     return None
 
 
-def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+def _unaccounted_users(node: fx.Node, accounted: set[fx.Node], ends: set[fx.Node]) -> set[fx.Node]:
+    """Users of ``node``, directly or through accounted nodes up to one of ``ends``, that no match speaks for."""
+    reached, pending = {node}, [node]
+    while pending:
+        new = pending.pop().users.keys() - reached
+        reached |= new
+        pending += [user for user in new if user in accounted and user not in ends]
+    return reached - accounted - {node}
+
+
+def _why_not_attention(users: Iterable[fx.Node]) -> str:
+    """Why a decoded cache that ``users`` read is not read by an attention that was recognized."""
+    names = {name_of(user) for user in users}
+    if "flex_attention" in names:
+        return FLEX
+    return f"the decoded cache is read by {', '.join(sorted(names)) or 'nothing'}, not by an attention"
 
 
 def _peel(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Follow ``repeat_kv`` back to its input: ``x[:, :, None].expand(...).reshape(...)``. Also the views passed."""
+    """Follow ``repeat_kv`` back to its input: ``x[:, :, None].expand(...).reshape(...)``. Also the views passed.
+
+    Casts of K and V are passed as well: the fused attention computes in fp32, or in what holds each value exactly.
+    """
     views: list[fx.Node] = []
-    while node.op == "call_method" and node.target == "contiguous":
+    while node.op == "call_method" and (node.target == "contiguous" or eager.kind(node) == "cast"):
         views.append(node)
         node = node.args[0]  # type: ignore[assignment]
     reshape = node
@@ -298,7 +326,9 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):
-        return f"comes from {getattr(source.target, '__name__', source.target)}, not from a cache"
+        if _is_expanded_latent(source):
+            return LATENT
+        return f"comes from {name_of(source)}, not from a cache"
     markers = tuple(user for user in buffer.users if user.target is RELEASED)
     copies = [user for holder in (buffer, *markers) for user in holder.users if _is_index_copy(user)]
     if len(copies) != 1:
@@ -307,6 +337,18 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     if dim != 2:
         return f"is written along dimension {dim}; a StaticCache is written along 2"
     return StaticRead(buffer, copies[0], tokens, positions, markers, _cache_index(buffer))  # type: ignore[arg-type]
+
+
+def _is_expanded_latent(node: fx.Node) -> bool:
+    """Whether ``node`` is made by a linear layer of a cache: what DeepSeek caches is not K and V but a latent."""
+    pending, seen = [node], 0
+    while pending and (seen := seen + 1) <= 16:
+        at = pending.pop(0)
+        if at.target is torch.nn.functional.linear:
+            cached = _peel(at.args[0])[0]  # type: ignore[arg-type]
+            return cached.target is DEQUANTIZE or _is_index_copy(cached)
+        pending += at.all_input_nodes
+    return False
 
 
 def _cache_index(buffer: fx.Node) -> int | None:
@@ -345,7 +387,3 @@ def _stores_fresh(key: fx.Node, value: fx.Node) -> bool:
     """Whether K and V are themselves what the graph stores in a ``QuantizedCache``."""
     fresh_key, fresh_value = _peel(key)[0], _peel(value)[0]
     return any(user.target is STORE and user.args[:2] == (fresh_key, fresh_value) for user in fresh_key.users)
-
-
-def _names(nodes: Iterable[fx.Node]) -> str:
-    return ", ".join(sorted({str(getattr(node.target, "__name__", node.target)) for node in nodes})) or "nothing"

@@ -10,7 +10,8 @@ from torch import fx
 from kvpass import ops
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
-from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead, example, why_none
+from kvpass.fx_passes.forms import example
+from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead, why_none
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
         kv_heads, head_dim = int(example(read.source).shape[1]), int(example(read.source).shape[3])
         names.append(fmt.name)
         nbytes += fmt.bytes_per_token(kv_heads, head_dim)
-    mask = None if match.mask is None else example(match.mask)
+    mask = example(match.added[0].node) if match.added else None
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     kernel = ops.attention_kernel(example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
     return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)

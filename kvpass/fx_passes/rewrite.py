@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
+from kvpass.fx_passes.forms import example
 from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
 STORE = torch.ops.kvpass.store.default
@@ -77,8 +79,10 @@ def rewrite(
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            arguments = (site.query, *buffers, site.key.positions, site.mask, site.scale, False, *formats)
-            fused = graph.call_function(ATTENTION, arguments)
+            arguments = (site.query, *buffers, site.key.positions, _mask(graph, site), site.scale, False, *formats)
+            extras: dict[str, Any] = {"softcap": site.softcap} if site.softcap else {}
+            extras |= {"sinks": site.sinks} if site.sinks is not None else {}
+            fused = graph.call_function(ATTENTION, arguments, extras)
         fused.meta = dict(site.attention.meta)
         site.attention.replace_all_uses_with(fused)
         graph.erase_node(site.attention)
@@ -89,6 +93,19 @@ def rewrite(
             if isinstance(side, StaticRead):
                 graph.erase_node(side.buffer)
     return origin, pairs
+
+
+def _mask(graph: fx.Graph, site: Site) -> fx.Node | None:
+    """All that is added to the scores of ``site``, as one node of four dimensions."""
+    total = None
+    for added in site.added:
+        term = added.node
+        if missing := 4 - example(term).dim():
+            term = graph.call_function(operator.getitem, (term, (None,) * missing))
+        if added.factor != 1.0:
+            term = graph.call_function(torch.mul, (term, added.factor))
+        total = term if total is None else graph.call_function(torch.add, (total, term))
+    return total
 
 
 def _replacements(graph: fx.Graph, buffer: fx.Node, fmt: KVFormat) -> dict[str, fx.Node]:

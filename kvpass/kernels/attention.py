@@ -65,10 +65,12 @@ def _attention_kernel(
     mask_head_stride,
     mask_token_stride,
     mask_slot_stride,
+    sinks,
     out,
     partial_max,
     partial_sum,
     softmax_scale,
+    softcap,
     kv_heads,
     length,
     max_len,
@@ -168,8 +170,15 @@ def _attention_kernel(
     # fp16 probabilities are stored 2**15 times too large, which keeps those of long contexts out of its subnormals; the
     # factor leaves with the denominator.
     HEADROOM: tl.constexpr = 15.0 if VALUE_DTYPE == tl.float16 else 0.0
+    SINK_WEIGHT: tl.constexpr = 2.0**HEADROOM
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        # A row's first share begins as if it had met a slot with the sink's score and a value of zero.
+        sink = to_float32(tl.load(sinks + head, mask=is_row, other=0.0)) * LOG2_E
+        sink = tl.where(split == 0, sink, -float("inf"))
+        row_max = sink
+        row_sum = tl.where(sink == -float("inf"), 0.0, SINK_WEIGHT)
     acc_first = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
     if VALUE_PACKED:
         acc_second = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
@@ -183,6 +192,9 @@ def _attention_kernel(
         if KEY_PACKED:
             scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
         scores *= score_scale[:, None]
+        if softcap is not None:
+            # c tanh(s / c) with tanh(x) = 1 - 2 / (exp(2 x) + 1), and s in powers of two before and after.
+            scores = (softcap * LOG2_E) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
 
         slot = start + tl.arange(0, BLOCK_N)
         is_slot = slot < high
@@ -304,12 +316,15 @@ _DECODE = {
     (4, 64): Configuration(16, 64, 4, 3, 5),
     (4, 128): Configuration(16, 128, 4, 3, 2),
     (4, 256): Configuration(16, 32, 4, 3, 3),
+    (4, 512): Configuration(16, 32, 8, 3, 1),
     (8, 64): Configuration(16, 64, 4, 3, 6),
     (8, 128): Configuration(16, 128, 4, 3, 2),
     (8, 256): Configuration(16, 32, 4, 3, 2),
+    (8, 512): Configuration(16, 32, 8, 3, 1),
     (16, 64): Configuration(16, 64, 4, 2, 8),
     (16, 128): Configuration(16, 64, 4, 2, 5),
     (16, 256): Configuration(16, 32, 4, 2, 5),
+    (16, 512): Configuration(16, 32, 8, 2, 2),
 }
 
 
@@ -398,6 +413,8 @@ def attention(
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` to the slots up to ``positions[-1]``, which is read on the device.
 
@@ -413,6 +430,8 @@ def attention(
         scale: Multiplies the scores.
         is_causal: Query ``i`` sees slots up to ``positions[i]`` only.
         key_format, value_format: Names of registered formats.
+        softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask.
+        sinks: None, or ``[heads]`` bf16, fp16 or fp32: logits that join the softmax of every row of their head.
 
     Returns:
         ``[batch, heads, length, value_dim]`` in ``query.dtype``; rows that see nothing are zero.
@@ -436,7 +455,7 @@ def attention(
         call = (query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, value_scale)
         call += (positions, mask, scale, is_causal, key_format, value_format)
         if hopper.supports(*call) is None:
-            return hopper.attention(*call)
+            return hopper.attention(*call, softcap=softcap, sinks=sinks)
     if query.stride(3) != 1:
         query = query.contiguous()
     limit, mask_strides, mask_has_rows, mask_is_bool = max_len, (0, 0, 0, 0), False, False
@@ -473,10 +492,12 @@ def attention(
             positions,
             mask,
             *mask_strides,
+            None if sinks is None else sinks.contiguous(),
             target,
             partial_max,
             partial_sum,
             scale,
+            softcap or None,
             kv_heads,
             length,
             max_len,

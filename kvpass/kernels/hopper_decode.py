@@ -69,6 +69,7 @@ TRITON = ".".join(triton.__version__.split(".")[:2])
 TILE = 32
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 1024
+MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 # What a multiprocessor of a Hopper GPU has; a program takes 1 KB of shared memory beyond what it asks for.
 SHARED_BYTES, SHARED_BYTES_PER_PROGRAM = 228 * 1024, 1024
 REGISTERS = 65536
@@ -521,6 +522,12 @@ def _load_mask(row, stride, slot, length):
     return gl.load(row + slot * stride, mask=slot < length, other=0).to(gl.int32)
 
 
+@gluon.jit
+def _load_added(row, stride, slot, length):
+    """One row of an added mask at ``slot``, in powers of two; 0 from ``length`` on."""
+    return gl.load(row + slot * stride, mask=slot < length, other=0).to(gl.float32) * _LOG2E
+
+
 # Decode kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -615,7 +622,7 @@ def _store_part(
 @gluon.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, positions, mask,
-    partial, statistics, softmax_scale, max_len, splits, kv_heads,
+    partial, statistics, softmax_scale, softcap, max_len, splits, kv_heads,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
@@ -625,8 +632,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
-    ``MASK`` is "none", "row" (one row of the mask for all columns) or "columns". The grid is (batch * kv_heads,
-    splits, tiles of query rows).
+    ``MASK`` is "none", "row" (one row of the mask for all columns) or "columns", or one of the latter two with "added"
+    before it, where the mask is added to the scores. The grid is (batch * kv_heads, splits, tiles of query rows).
     """
     tl.extra.cuda.gdc_launch_dependents()
     K_WORDS: gl.constexpr = HEAD_DIM // 8 if K_CODEC == "e2m1" else HEAD_DIM // 4
@@ -635,6 +642,7 @@ def _decode_kernel(
     V_BLOCKS: gl.constexpr = HEAD_DIM // V_BLOCK if V_BLOCK else 0
     K_WIDE: gl.constexpr = K_SCALE == "e8m0"
     ROWS: gl.constexpr = GROUP * QUERY_LENGTH
+    IS_ADDED: gl.constexpr = MASK == "added row" or MASK == "added columns"
     head = gl.program_id(0)
     split = gl.program_id(1)
     row0 = gl.program_id(2) * COLUMNS
@@ -678,6 +686,13 @@ def _decode_kernel(
         if K_TENSOR_SCALE:
             softmax_scale = softmax_scale * gl.load(key_scale + kv_head)
         factor = gl.maximum(factor * (softmax_scale * _LOG2E), 1e-37)  # never 0: it multiplies -inf
+        inner = factor
+        if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), of scores over the cap
+            inner = factor * (2.0 / softcap)
+            factor = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(0, _ACCUMULATOR)) * (softcap * _LOG2E)
+        outer = factor
+        if IS_ADDED:  # then scores are brought to powers of two before the mask, not with the maximum
+            factor = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(0, _ACCUMULATOR))
 
         # Column j is query row row0 + j: query head row // QUERY_LENGTH of the group, token row % QUERY_LENGTH.
         query_row = gl.minimum(row0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, _ACCUMULATOR)), ROWS - 1)
@@ -688,7 +703,7 @@ def _decode_kernel(
             open_until = (gl.load(positions) + 1).to(gl.int32)
         mask_row = positions if MASK == "none" else mask + batch.to(gl.int64) * mask_stride_batch
         mask_column = gl.full([COLUMNS], 0, gl.int64, gl.SliceLayout(0, _ACCUMULATOR))
-        if MASK == "columns":
+        if MASK == "columns" or MASK == "added columns":
             mask_column += (kv_head * GROUP + query_row // QUERY_LENGTH).to(gl.int64) * mask_stride_head
             mask_column += (query_row % QUERY_LENGTH).to(gl.int64) * mask_stride_token
         slot = _slot_of(gl.arange(0, 32, gl.SliceLayout(1, _ACCUMULATOR)))
@@ -696,6 +711,9 @@ def _decode_kernel(
         seen = lane_slot  # of the mask of this tile, one slot a lane; loaded a tile ahead
         if MASK == "row":
             seen = _load_mask(mask_row, mask_stride_slot, tile * 32 + lane_slot, length)
+        added = slot
+        if MASK == "added row":
+            added = _load_added(mask_row, mask_stride_slot, tile * 32 + slot, length)
 
         output = gl.zeros([HEAD_DIM, COLUMNS], gl.float32, _ACCUMULATOR)
         maximum = gl.full([COLUMNS], _NOTHING_SEEN, gl.float32, gl.SliceLayout(0, _ACCUMULATOR))
@@ -712,12 +730,19 @@ def _decode_kernel(
             scores = _scores(
                 key.index(buffer), key_scales.index(buffer), q, HEAD_DIM, K_CODEC, K_SCALE, K_WORDS, K_BLOCKS
             )
+            if softcap is not None:
+                scores = 1.0 - 2.0 / (gl.exp2(scores * inner[None, :]) + 1.0)
+            if IS_ADDED:
+                scores = scores * outer[None, :]
 
             whole = (tile + 1) * 32 <= open_until
             if MASK == "row":
                 whole = whole & (gl.min(seen, axis=0) > 0)
                 seen = _load_mask(mask_row, mask_stride_slot, following * 32 + lane_slot, length)
-            elif MASK == "columns":
+            elif MASK == "added row":
+                scores += added[:, None]
+                added = _load_added(mask_row, mask_stride_slot, following * 32 + slot, length)
+            elif MASK == "columns" or MASK == "added columns":
                 whole = tile < 0  # never
             if not whole:
                 at = tile * 32 + slot
@@ -727,6 +752,9 @@ def _decode_kernel(
                 elif MASK == "columns":
                     cell = mask_row + at.to(gl.int64)[:, None] * mask_stride_slot + mask_column[None, :]
                     visible = visible & (gl.load(cell, mask=visible, other=0) != 0)
+                elif MASK == "added columns":
+                    cell = mask_row + at.to(gl.int64)[:, None] * mask_stride_slot + mask_column[None, :]
+                    scores += gl.load(cell, mask=visible, other=0).to(gl.float32) * _LOG2E
                 scores = gl.where(visible, scores, float("-inf"))
 
             output, maximum, total = _move_maximum(scores, factor, output, maximum, total)
@@ -746,14 +774,15 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial, statistics, out, value_scale, positions, max_len, splits, kv_heads, factor,
+    partial, statistics, out, value_scale, sinks, positions, max_len, splits, kv_heads, factor,
     QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr, TENSOR_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_DIM values of one query row, summed over the splits that had slots.
 
-    ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / sum_s(2^(m_s - m) total_s)`` with ``m`` the largest of
-    the ``m_s``; NaN if the length does not fit the cache, 0 if no slot was visible.
+    ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / (sum_s(2^(m_s - m) total_s) + 2^(sink - m))`` with
+    ``m`` the largest of the ``m_s``, and the sink in powers of two; NaN if the length does not fit the cache, 0 if no
+    slot was visible.
     """
     head = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
@@ -770,8 +799,12 @@ def _combine_kernel(
     parts = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=(split < used)[:, None], other=0.0)
     maximum = tl.load(statistics + at * 2, mask=split < used, other=-1e30)
     total = tl.load(statistics + at * 2 + 1, mask=split < used, other=0.0)
-    weight = tl.exp2(maximum - tl.max(maximum, axis=0))
+    largest = tl.max(maximum, axis=0)
+    weight = tl.exp2(maximum - largest)
     total = tl.sum(weight * total, axis=0)
+    if sinks is not None:
+        query_head = (head % kv_heads) * (ROWS // QUERY_LENGTH) + row // QUERY_LENGTH
+        total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634 - largest)
     result = tl.sum(weight[:, None] * parts, axis=0)
     if TENSOR_SCALE:
         factor = factor * tl.load(value_scale + head % kv_heads)
@@ -888,8 +921,8 @@ def supports_shapes(
         return f"head_dim {head_dim} of K, {value_dim} of V; takes 64, 128 and 256, both alike"
     if query_length > 8 or group > 16:
         return f"{query_length} query tokens and a GQA group of {group}; takes up to 8 and 16"
-    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
-        return f"mask is {mask.dtype} of {mask.dim()} dimensions; takes bool of 4"
+    if mask is not None and (mask.dtype not in MASK_DTYPES or mask.dim() != 4):
+        return f"mask is {mask.dtype} of {mask.dim()} dimensions; takes bool and floats of up to 32 bits, of 4"
     if not scale > 0:
         return f"scale is {scale}; takes a positive one"
     return None
@@ -921,6 +954,8 @@ def attention(
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few query tokens to a quantized cache; the contract is that of :func:`kvpass.ops.attention`.
 
@@ -929,9 +964,12 @@ def attention(
         key_codes, value_codes, key_block_scale, value_block_scale: As :class:`kvpass.formats.KVBuffers` says.
         key_scale, value_scale: ``[kv_heads]`` fp32 or None.
         positions: ``[query_length]`` int64; slots up to ``positions[-1]`` exist.
-        mask: ``[batch or 1, heads or 1, query_length or 1, at least positions[-1] + 1]`` bool, or None.
+        mask: ``[batch or 1, heads or 1, query_length or 1, at least positions[-1] + 1]``, or None: bool (True attends),
+            or fp32, fp16 or bf16 (added to the scores; what is below -1e30 hides its slot).
         scale: Multiplies the scores.
         is_causal: Query ``i`` sees slots up to ``positions[i]`` only.
+        softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask.
+        sinks: None, or ``[heads]`` floating: logits that join the softmax of every row of their head.
 
     Returns:
         ``[batch, heads, query_length, head_dim]`` in ``query.dtype``.
@@ -948,6 +986,7 @@ def attention(
     if mask is not None:
         mask_strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
         mask_kind = "row" if mask_strides[1] == mask_strides[2] == 0 else "columns"
+        mask_kind = mask_kind if mask.dtype == torch.bool else f"added {mask_kind}"
 
     resident = _programs_at_once(query, key, value, registers)
     splits = split_count(batch * kv_heads * row_tiles, max_len, resident)
@@ -969,6 +1008,7 @@ def attention(
             partial,
             statistics,
             scale,
+            softcap or None,
             max_len,
             splits,
             kv_heads,
@@ -995,6 +1035,7 @@ def attention(
             statistics,
             out,
             value_scale,
+            None if sinks is None else sinks.contiguous(),
             positions,
             max_len,
             splits,
