@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvpass.accuracy.harness import run_tasks
-from kvpass.accuracy.plot import check_plot
+from kvpass.accuracy.plot import check_plot, plot_evaluation, plot_tuning
 from kvpass.accuracy.results import Evaluation
 from kvpass.accuracy.retrieval import Retrieval
 from kvpass.accuracy.statistics import BUCKETS
@@ -96,7 +96,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if args.plot:
-        evaluation.plot(args.plot)
+        plot_evaluation(evaluation, args.plot)
     return 0
 
 
@@ -149,7 +149,7 @@ def run_tune(args: argparse.Namespace) -> int:
     if args.json:
         tuning.to_json(args.json)
     if args.plot:
-        tuning.plot(args.plot)
+        plot_tuning(tuning, args.plot)
     return 0
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvpass.accuracy.results import Evaluation
+from kvpass.accuracy.tuning import Tuning
 from kvpass.pretrained import require
-
-if TYPE_CHECKING:
-    from kvpass.accuracy.results import Evaluation
-    from kvpass.accuracy.tuning import Tuning
 
 KINDS = (".png", ".svg", ".pdf")
 
@@ -23,7 +21,11 @@ def check_plot(path: Path) -> None:
 
 
 def plot_evaluation(evaluation: Evaluation, path: Path) -> None:
-    """Draw KL and perplexity by position, KL against bits, and SQNR by layer."""
+    """Draw KL and perplexity by position, KL against bits, and SQNR by layer, into a ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        ValueError: Another kind of file, or matplotlib is not installed.
+    """
     has_layers = bool(evaluation.formats[0].layers)
     figure, axes = _figure(path, 3 + 3 * has_layers)
     by_position, perplexity, against_bits, *of_layers = axes
@@ -43,14 +45,14 @@ def plot_evaluation(evaluation: Evaluation, path: Path) -> None:
             axis.plot([x if x is not None and math.isfinite(x) else math.nan for x in decibels], label=result.name)
     _name(by_position, "KL by position", "position in the window", "KL, nats")
     _name(perplexity, "perplexity by position", "position in the window", "against the model's own pass, %")
-    _name(against_bits, "KL", f"bits per value, {len(evaluation.formats)} formats", "KL, nats")
+    _name(against_bits, "KL", "bits per value", "KL, nats")
     for axis, side in zip(of_layers, ("K", "V", "attention output"), strict=False):
         _name(axis, side, "layer", "signal to quantization noise, dB")
     figure.savefig(path)
 
 
 def plot_tuning(tuning: Tuning, path: Path) -> None:
-    """Draw the frontier of error against bits with what was measured, and each layer's sensitivity."""
+    """Draw the frontier of error against bits with what was measured, and each layer's sensitivity; as above."""
     figure, (curve, key, value) = _figure(path, 3)
     curve.plot([p.bits for p in tuning.frontier], [p.error for p in tuning.frontier], label="predicted, best choice")
     curve.plot(
@@ -64,11 +66,13 @@ def plot_tuning(tuning: Tuning, path: Path) -> None:
         curve.plot([result.bits], [divergence], "o", label=f"{result.name}, measured")
     curve.axvline(tuning.budget, linestyle=":", color="gray")
     curve.set_yscale("symlog", linthresh=1e-3)
+    curve.set_ylim(bottom=0)
     _name(curve, "error against bits", "bits per value", "KL, nats")
     for axis, side, title in ((key, 0, "K"), (value, 1, "V")):
         for index, option in enumerate(tuning.sensitivity[0][side]):
             axis.plot([layer[side][index].error for layer in tuning.sensitivity], label=option.format)
         axis.set_yscale("symlog", linthresh=1e-5)
+        axis.set_ylim(bottom=0)
         _name(axis, f"{title} of one layer quantized", "layer", "KL, nats")
     figure.savefig(path)
 
@@ -84,4 +88,6 @@ def _figure(path: Path, count: int) -> tuple[Any, list[Any]]:
 
 def _name(axis: Any, title: str, x: str, y: str) -> None:
     axis.set(title=title, xlabel=x, ylabel=y)
+    if x == "layer":
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize="small")

@@ -83,13 +83,6 @@ class Evaluation:
         """Write :meth:`to_dict`."""
         write_whole(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
-    def plot(self, path: str | Path) -> None:
-        """Draw KL and perplexity by position, KL against bits, and SQNR by layer, into a file whose name says the kind
-        (``.png``, ``.svg``, ``.pdf``). Needs matplotlib."""
-        from kvpass.accuracy.plot import plot_evaluation
-
-        plot_evaluation(self, Path(path))
-
     def __str__(self) -> str:
         overall = self.formats[0].overall
         parts = [
@@ -109,21 +102,16 @@ class Evaluation:
         header = ("format", f"bits at {BITS_AT}", "perplexity", "against full", "KL", "same top token")
         rows = []
         for result in self.formats:
-            row = (
-                result.name,
-                f"{result.bits:.2f}",
-                f"{result.overall.perplexity.value:.4f}",
-                _number(result.overall.ratio.percent(above=1), "+.2f", "%"),
-            )
-            rows.append(
-                (*row, _number(result.overall.divergence), _number(result.overall.agreement.percent(), ".2f", "%"))
-            )
+            figures = result.overall
+            row = [result.name, f"{result.bits:.2f}", f"{figures.perplexity.value:.4f}"]
+            row += [_number(figures.ratio.percent(above=1), "+.2f", "%"), _number(figures.divergence)]
+            rows.append([*row, _number(figures.agreement.percent(), ".2f", "%")])
         return table(header, rows)
 
     def _by_position(self) -> str:
         edges = [edge for edge, _ in self.formats[0].by_position]
-        ends = [*(f"{edge}" for edge in edges[1:]), ""]
-        header = ("format", *(f"{edge}-{end}" for edge, end in zip(edges, ends, strict=True)))
+        ends = [*edges[1:], dict(self.settings)["window"]]
+        header = ("format", *(f"{edge}-{end - 1}" for edge, end in zip(edges, ends, strict=True)))
         rows = [("tokens", *(f"{figures.tokens:,}" for _, figures in self.formats[0].by_position))]
         for result in self.formats:
             cells = [

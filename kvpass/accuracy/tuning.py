@@ -85,13 +85,6 @@ class Tuning:
         """Write :meth:`to_dict`."""
         write_whole(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
-    def plot(self, path: str | Path) -> None:
-        """Draw error against bits, and each layer's sensitivity, into a file whose name says the kind (``.png``,
-        ``.svg``, ``.pdf``). Needs matplotlib."""
-        from kvpass.accuracy.plot import plot_tuning
-
-        plot_tuning(self, Path(path))
-
     def __str__(self) -> str:
         measured = self.evaluation["tuned"].overall
         return "\n".join(
