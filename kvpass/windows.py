@@ -30,14 +30,15 @@ def _texts(data: Any) -> Iterator[str]:
 
 
 def token_windows(data: Any, tokenizer: Any, window: int) -> Iterator[Tensor]:
-    """Windows of at most ``window`` tokens, ``[batch, length]`` int64. Texts are joined; tensors are only cut."""
+    """Windows of at most ``window`` tokens, ``[1, length]`` int64. Texts are joined; tensors are only cut."""
     if not isinstance(data, (str, Path)):
         pieces = iter(data)
         first = next(pieces, None)
         data = () if first is None else itertools.chain([first], pieces)
         if isinstance(first, Tensor):
             for ids in filter(torch.Tensor.numel, data):
-                yield from ids.cpu().reshape(-1, ids.shape[-1]).split(window, dim=1)
+                for row in ids.cpu().reshape(-1, ids.shape[-1]).split(1):
+                    yield from row.split(window, dim=1)
             return
     if tokenizer is None:
         raise ValueError("text needs the model's tokenizer: tokenizer=...")
@@ -65,7 +66,7 @@ def token_batches(
         if skip_tokens > 0:
             skip_tokens -= ids.numel()
             continue
-        ids = ids[:, : left // ids.shape[0]]
+        ids = ids[:, :left]
         left -= ids.numel()
         if waiting and (ids.shape[1] != waiting[0].shape[1] or len(waiting) == batch_size):
             yield torch.cat(waiting)

@@ -68,7 +68,7 @@ class Evaluation:
 
     def __getitem__(self, name: str) -> FormatResult:
         """The result of the format called ``name``."""
-        return next(result for result in self.formats if result.name == name)
+        return {result.name: result for result in self.formats}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data for JSON; what is infinite (a lossless layer's ratio) is None."""

@@ -80,19 +80,22 @@ class Retrieval:
                     prompts.append(_prompt(text, tokenizer, length, depth, keys[-1]))
             yield length, torch.stack(prompts), keys
 
-    def scores(self, generate: Generate, data: Data, tokenizer: Any, device: Any = None) -> tuple[RetrievalScore, ...]:
+    def scores(
+        self, generate: Generate, data: Data, tokenizer: Any, batch_size: int = 1, device: torch.device | None = None
+    ) -> tuple[RetrievalScore, ...]:
         """Ask for every passkey.
 
         Args:
             generate: Takes prompts (``[rows, length]`` int64) and how many tokens to generate, and returns those, or
                 the prompts with them.
             data, tokenizer: As :func:`kvpass.evaluate` takes them.
+            batch_size: Prompts answered at once.
             device: Where ``generate`` wants the prompts.
         """
         scores = []
         for length, prompts, keys in self.prompts(data, tokenizer):
             room = max(len(_encode(tokenizer, f" {key}.")) for key in keys)
-            answers = generate(prompts.to(device), room)[:, -room:]
+            answers = torch.cat([generate(part.to(device), room)[:, -room:] for part in prompts.split(batch_size)])
             for index, depth in enumerate(self.depths):
                 rows = range(index * self.trials, (index + 1) * self.trials)
                 found = sum(_is_answer(tokenizer.decode(answers[row].tolist()), keys[row]) for row in rows)
@@ -101,7 +104,7 @@ class Retrieval:
 
 
 def model_scores(
-    model: nn.Module, config: KVQuantConfig | None, task: Retrieval, data: Data, tokenizer: Any
+    model: nn.Module, config: KVQuantConfig | None, task: Retrieval, data: Data, tokenizer: Any, batch_size: int
 ) -> tuple[RetrievalScore, ...]:
     """Scores of ``model`` with its cache as ``config`` says, or with its own where that is None."""
     causal_lm: Any = model
@@ -114,7 +117,7 @@ def model_scores(
         return out
 
     with enabled(model, config):
-        return task.scores(generate, data, tokenizer, causal_lm.device)
+        return task.scores(generate, data, tokenizer, batch_size, causal_lm.device)
 
 
 @contextmanager

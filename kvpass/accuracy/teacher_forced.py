@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import DynamicCache
 
 from kvpass.accuracy.layer_errors import LayerErrors
@@ -29,6 +30,7 @@ from kvpass.accuracy.results import Evaluation, FormatResult
 from kvpass.accuracy.retrieval import Retrieval, model_scores
 from kvpass.accuracy.statistics import BUCKETS, Tally, compare
 from kvpass.accuracy.storage import PREFILL, bits_per_value
+from kvpass.backend import NotFusedError
 from kvpass.cache import QuantizedCache
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.hf import decode_step
@@ -71,7 +73,7 @@ def evaluate(
         max_tokens: Where to stop; None for all of ``data``.
         skip_tokens: Leave out the windows that begin in so many tokens: what scales were calibrated on, say.
         skip_first: In each window, tokens that are read but not scored.
-        batch_size: Windows run at once.
+        batch_size: Windows run at once, and passkeys asked for at once.
         chunk: Tokens run at once through a window.
         decode: So many tokens at the end of each window run singly, through the step compiled with ``kvquant``; an
             attention that could not be fused is an error then.
@@ -85,8 +87,7 @@ def evaluate(
 
     Raises:
         ValueError: A bad argument, an unknown format, data without two tokens in a row.
-        NotImplementedError: A kind of model that is not supported.
-        kvpass.NotFusedError: With ``decode``, an attention that was not fused.
+        NotImplementedError: A kind of model that is not supported, or with ``decode`` an attention that is not fused.
     """
     configs = named_configs(formats)
     _check_arguments(model, data, window, skip_first, chunk, decode, buckets, batch_size, resamples)
@@ -111,7 +112,7 @@ def evaluate(
                 f"skip_tokens={skip_tokens} and skip_first={skip_first}"
             )
         scores = {
-            name: model_scores(model, config, retrieval, data, tokenizer) if retrieval else ()
+            name: model_scores(model, config, retrieval, data, tokenizer, batch_size) if retrieval else ()
             for name, config in [(None, None), *((variant.name, variant.config) for variant in variants)]
         }
     finally:
@@ -181,7 +182,15 @@ class _Variant:
         """The same, a token at a time through the compiled step."""
         arguments = {"use_cache": True, self.argument: self.cache}
         # A recorded CUDA graph returns the same memory each time.
-        return torch.cat([self.step(input_ids=token, **arguments).logits.clone() for token in ids.split(1, dim=1)], 1)
+        try:
+            logits = [self.step(input_ids=token, **arguments).logits.clone() for token in ids.split(1, dim=1)]
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, NotFusedError):
+                raise NotImplementedError(
+                    f"decode measures the fused kernel, but {self.name}: {error.inner_exception}"
+                ) from error
+            raise
+        return torch.cat(logits, 1)
 
 
 def _run(model: nn.Module, variants: list[_Variant], ids: Tensor, skip_first: int, chunk: int, decode: int) -> None:
