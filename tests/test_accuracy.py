@@ -77,6 +77,8 @@ class TestFigures:
         assert torch.equal(compare(full, full, targets)[..., 2], torch.zeros(2, 700))
         full[..., 3] = other[..., 3] = -torch.inf
         assert compare(full, other, targets)[..., 2].isfinite().all()
+        other[0, 5, 7] = torch.nan
+        assert compare(full, other, targets)[..., 2].isnan().nonzero().tolist() == [[0, 5]], "it must not pass for 0"
 
     @pytest.mark.parametrize("chunk", [7, 16, 100])
     def test_the_first_chunk_reads_decoded_bytes_too(self, model, ids, chunk):
@@ -383,6 +385,7 @@ class TestHarness:
         ({"data": "text"}, "text needs the model's tokenizer"),
         ({"skip_tokens": 500}, "too short: nothing is left to score, with skip_tokens=500"),
         ({"retrieval": Retrieval()}, "retrieval needs the model's tokenizer"),
+        ({"retrieval": Retrieval(lengths=(2045,)), "tokenizer": "any"}, "prompts of 2045 tokens and their answers"),
     ],
 )
 def test_what_is_refused(model, ids, settings, message):

@@ -186,7 +186,7 @@ class TestResume:
         ({"bits": 17}, "a budget of 17 bits"),
         ({"candidates": ["nvfp4", "int4"]}, "unknown KV format 'int4'"),
         ({"candidates": []}, "no candidates"),
-        ({"check_tokens": 96, "sample_tokens": 500}, "too short: nothing is left to score, with skip_tokens=500"),
+        ({"check_tokens": 96, "sample_tokens": 500}, "too short: the sample of 500 tokens leaves none"),
         ({"data": [torch.ones(1, dtype=torch.long)]}, "the text is too short"),
         ({"data": iter([torch.ones(9, dtype=torch.long)])}, "an iterator can be read once"),
         ({"window": 4096}, "window is 4096"),

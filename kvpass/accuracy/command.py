@@ -11,7 +11,7 @@ import torch
 
 from kvpass.accuracy.harness import run_tasks
 from kvpass.accuracy.plot import check_plot, plot_evaluation, plot_tuning
-from kvpass.accuracy.results import Evaluation
+from kvpass.accuracy.results import Evaluation, plain
 from kvpass.accuracy.retrieval import Retrieval
 from kvpass.accuracy.statistics import BUCKETS
 from kvpass.accuracy.storage import BITS_AT, PREFILL
@@ -20,6 +20,7 @@ from kvpass.accuracy.tuning import DEFAULT_CANDIDATES, tune
 from kvpass.bench.record import Output, environment
 from kvpass.config import KVQuantConfig
 from kvpass.pretrained import add_model_arguments, load_model, require
+from kvpass.scale_files import write_whole
 
 EVAL_NOTE = """\
 The text runs through the quantized cache token for token as written: every K and V that attention reads, the prompt's
@@ -89,14 +90,15 @@ def run_eval(args: argparse.Namespace) -> int:
         progress=not args.quiet,
     )
     output.write(_rows(evaluation, args.text, model.device), str(evaluation))
-    found = evaluation.to_dict()
-    if args.lm_eval:
-        found["lm_eval"] = run_tasks(model, tokenizer, configs, args.lm_eval, args.limit, args.batch_size)
-        print("\n" + json.dumps(found["lm_eval"], indent=1))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        evaluation.to_json(args.json)
     if args.plot:
         plot_evaluation(evaluation, args.plot)
+    if args.lm_eval:
+        found = plain(run_tasks(model, tokenizer, configs, args.lm_eval, args.limit, args.batch_size))
+        print("\n" + json.dumps(found, indent=1))
+        if args.json:
+            write_whole(args.json, json.dumps({**evaluation.to_dict(), "lm_eval": found}, indent=1) + "\n")
     return 0
 
 

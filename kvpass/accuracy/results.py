@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,12 +72,21 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data for JSON; what is infinite (a lossless layer's ratio) is None."""
-        return {
-            "settings": dict(self.settings),
-            "windows": self.windows,
-            "full_retrieval": [score._asdict() for score in self.full_retrieval],
-            "formats": [_plain(result) for result in self.formats],
-        }
+        formats = [
+            {
+                "name": result.name,
+                "config": result.config.to_dict(),
+                "bits": result.bits,
+                **result.overall._asdict(),
+                "by_position": [{"from": edge, **figures._asdict()} for edge, figures in result.by_position],
+                "sqnr_db": result.layers,
+                "retrieval": result.retrieval,
+            }
+            for result in self.formats
+        ]
+        values = {"settings": dict(self.settings), "windows": self.windows, "full_retrieval": self.full_retrieval}
+        found: dict[str, Any] = plain({**values, "formats": formats})
+        return found
 
     def to_json(self, path: str | Path) -> None:
         """Write :meth:`to_dict`."""
@@ -138,23 +147,15 @@ class Evaluation:
         return table(header, rows)
 
 
-def _plain(result: FormatResult) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "config": result.config.to_dict(),
-        "bits": result.bits,
-        **_plain_figures(result.overall),
-        "by_position": [{"from": edge, **_plain_figures(figures)} for edge, figures in result.by_position],
-        "sqnr_db": [
-            {name: None if x is None or math.isinf(x) else x for name, x in layer._asdict().items()}
-            for layer in result.layers
-        ],
-        "retrieval": [score._asdict() for score in result.retrieval],
-    }
-
-
-def _plain_figures(figures: Figures) -> dict[str, Any]:
-    return {name: x._asdict() if isinstance(x, Estimate) else x for name, x in figures._asdict().items()}
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: named tuples by name, and None for what is not finite."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(estimate: Estimate, spec: str = ".4f", unit: str = "") -> str:

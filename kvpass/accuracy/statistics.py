@@ -76,7 +76,7 @@ def _compare(full: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
     full, quantized = full.float().log_softmax(-1), quantized.float().log_softmax(-1)
     losses = [-x.gather(-1, targets.unsqueeze(-1)).squeeze(-1) for x in (full, quantized)]
     # 0 * log(0) is 0: a token that is impossible in the full pass takes no part.
-    divergence = (full.exp() * (full - quantized)).nan_to_num(nan=0.0).sum(-1)
+    divergence = torch.where(full == -torch.inf, 0.0, full.exp() * (full - quantized)).sum(-1)
     return torch.stack([*losses, divergence, same.float()], -1)
 
 

@@ -17,6 +17,7 @@ quantization changes their result. :mod:`kvpass.accuracy.harness` runs their gen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -91,8 +92,8 @@ def evaluate(
     """
     configs = named_configs(formats)
     _check_arguments(model, data, window, skip_first, chunk, decode, buckets, batch_size, resamples)
-    if retrieval is not None and tokenizer is None:
-        raise ValueError("retrieval needs the model's tokenizer: tokenizer=...")
+    if retrieval is not None:
+        _check_retrieval(model, retrieval, data, tokenizer)
     variants = [_Variant(model, name, config, window, buckets) for name, config in configs.items()]
     errors = LayerErrors(model, [variant.config for variant in variants], variants[0].layers)
     was_training = model.training
@@ -144,6 +145,20 @@ def named_configs(formats: Formats) -> dict[str, KVQuantConfig]:
         raise ValueError("no formats to evaluate")
     parsed = {name: KVQuantConfig.parse(each) if isinstance(each, str) else each for name, each in formats.items()}
     return {name: KVQuantConfig.of(each) for name, each in parsed.items()}
+
+
+def check_window(model: nn.Module, window: int) -> None:
+    """Raise ``ValueError`` for a window that has nothing to predict, or more tokens than ``model`` has positions."""
+    longest = _positions(model)
+    if window < 2 or window > longest:
+        raise ValueError(
+            f"window is {window}; it must be at least 2" + f", and at most {longest}" * (longest < math.inf)
+        )
+
+
+def _positions(model: nn.Module) -> float:
+    text_config = cast(Any, model).config.get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None) or math.inf
 
 
 class _Variant:
@@ -223,6 +238,17 @@ def _shown(batches: Iterator[Tensor], total: int | None, progress: bool) -> Iter
             bar.update(ids.numel())
 
 
+def _check_retrieval(model: nn.Module, task: Retrieval, data: Data, tokenizer: Any) -> None:
+    """Raise ``ValueError`` for prompts that cannot be made, or are too long for ``model``."""
+    if tokenizer is None:
+        raise ValueError("retrieval needs the model's tokenizer: tokenizer=...")
+    longest = max(task.lengths)
+    if longest + task.digits > _positions(model):
+        raise ValueError(f"prompts of {longest} tokens and their answers do not fit the model's {_positions(model)}")
+    for _ in task.prompts(data, tokenizer):
+        pass
+
+
 def _check_arguments(
     model: nn.Module,
     data: Data,
@@ -235,9 +261,7 @@ def _check_arguments(
     resamples: int,
 ) -> None:
     """Raise ``ValueError`` for arguments that cannot be."""
-    longest = getattr(cast(Any, model).config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if window < 2 or (longest and window > longest):
-        raise ValueError(f"window is {window}; it must be at least 2" + f", and at most {longest}" * bool(longest))
+    check_window(model, window)
     for name, value, least in (("chunk", chunk, 1), ("batch_size", batch_size, 1), ("resamples", resamples, 1)):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")

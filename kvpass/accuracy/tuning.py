@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvpass.accuracy.results import Evaluation
+from kvpass.accuracy.results import Evaluation, plain
 from kvpass.accuracy.selection import Option, Point, choose, frontier, uniform
 from kvpass.accuracy.statistics import compare
 from kvpass.accuracy.storage import BITS_AT, bits_per_value, kept_fields, stored
-from kvpass.accuracy.teacher_forced import evaluate
+from kvpass.accuracy.teacher_forced import check_window, evaluate
 from kvpass.bench.record import table
 from kvpass.cache import QuantizedCache
 from kvpass.calibrate import fingerprint
@@ -67,19 +67,19 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data for JSON."""
-        return {
-            "config": self.config.to_dict(),
-            "budget": self.budget,
-            "bits": self.bits,
-            "predicted_divergence": self.predicted,
-            "sensitivity": [
-                {name: [option._asdict() for option in side] for name, side in zip(_SIDES, layer, strict=True)}
-                for layer in self.sensitivity
-            ],
-            "frontier": [point._asdict() for point in self.frontier],
-            "uniform": {name: point._asdict() for name, point in self.uniform},
-            "evaluation": self.evaluation.to_dict(),
-        }
+        found: dict[str, Any] = plain(
+            {
+                "config": self.config.to_dict(),
+                "budget": self.budget,
+                "bits": self.bits,
+                "predicted_divergence": self.predicted,
+                "sensitivity": [dict(zip(_SIDES, layer, strict=True)) for layer in self.sensitivity],
+                "frontier": self.frontier,
+                "uniform": dict(self.uniform),
+                "evaluation": self.evaluation.to_dict(),
+            }
+        )
+        return found
 
     def to_json(self, path: str | Path) -> None:
         """Write :meth:`to_dict`."""
@@ -161,12 +161,16 @@ def tune(
     sides = (tuple(candidates), tuple(candidates if value_candidates is None else value_candidates))
     if not all(sides):
         raise ValueError("no candidates to choose from")
+    check_window(model, window)
     model_config: Any = cast(Any, model).config
     kept = kept_fields(KVQuantConfig.of(base)) if base is not None else {}
     run = _Sensitivity(model, sides, kept)
     costs = [{name: run.bits(side, name) for name in names} for side, names in enumerate(sides)]
     free = [[Option(name, cost, 0.0) for name, cost in side.items()] for side in costs]
     choose(free * run.layers, bits)  # raises what it can before anything is measured
+    behind = token_batches(data, tokenizer, window, batch_size, check_tokens, sample_tokens)
+    if not any(ids.shape[1] > 1 for ids in behind):
+        raise ValueError(f"the text is too short: the sample of {sample_tokens} tokens leaves none to check with")
 
     settings = (sides, kept, window, sample_tokens, batch_size)
     run.path = None if resume is None else Path(resume)
