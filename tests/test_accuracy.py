@@ -106,6 +106,11 @@ class TestFigures:
         assert decoded.overall.tokens == eager.overall.tokens
         assert decoded.overall.divergence.value == pytest.approx(eager.overall.divergence.value, rel=0.05)
 
+    def test_decode_of_another_batch_compiles_another_step(self, model, ids):
+        single, batched = (run(model, [ids], decode=8, batch_size=n)["nvfp4"].overall for n in (1, 2))
+        assert counters["stats"]["unique_graphs"] == 1 + 2, "batches of 2 windows and of 1"
+        assert batched.divergence.value == pytest.approx(single.divergence.value, rel=0.05)
+
     def test_decode_does_not_measure_what_is_not_fused(self, model, ids, monkeypatch):
         def complain(report, strict):
             assert strict
@@ -373,7 +378,7 @@ class TestHarness:
         ({"formats": ["nvfp4/bf16/nvfp4"]}, "write one name, or that of K and that of V"),
         ({"formats": ["no.yaml"]}, "no.yaml is not a file"),
         ({"formats": []}, "no formats"),
-        ({"window": 4096}, "window is 4096; it must be at least 2, and at most 2048"),
+        ({"window": 4096}, "window is 4096; it must be at least 2, and the model has 2048 positions"),
         ({"window": 1}, "window is 1"),
         ({"chunk": 0}, "chunk is 0; it must be at least 1"),
         ({"decode": 48}, "decode is 48; it must be at least 0, and less than the window of 48"),
@@ -462,7 +467,8 @@ class TestCommand:
 def test_plot(model, ids, tmp_path):
     pytest.importorskip("matplotlib")
     plot_evaluation(run(model, [ids], ["bf16", "nvfp4"], layers=True), tmp_path / "figure.svg")
-    assert "nvfp4" in (tmp_path / "figure.svg").read_text() or (tmp_path / "figure.svg").stat().st_size > 10000
+    drawn = (tmp_path / "figure.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "nvfp4", "KL by position", "attention output"))
 
 
 def test_plot_without_matplotlib(model, ids, tmp_path, monkeypatch):
@@ -479,6 +485,6 @@ def test_on_a_gpu_the_kernels_give_the_references_figures(tiny_llama, ids, forma
         found[device] = run(tiny_llama(device), data, formats, decode=16, layers=True)
     for name in formats:
         cpu, gpu = (found[device][name] for device in ("cpu", "cuda"))
-        assert gpu.overall.divergence.value == pytest.approx(cpu.overall.divergence.value, rel=0.1, abs=1e-4)
+        assert gpu.overall.divergence.value == pytest.approx(cpu.overall.divergence.value, rel=0.1, abs=1e-3)
         assert gpu.layers[0].key == pytest.approx(cpu.layers[0].key, abs=0.1)
         assert gpu.layers[1].output == pytest.approx(cpu.layers[1].output, abs=0.5)

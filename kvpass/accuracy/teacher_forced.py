@@ -151,9 +151,7 @@ def check_window(model: nn.Module, window: int) -> None:
     """Raise ``ValueError`` for a window that has nothing to predict, or more tokens than ``model`` has positions."""
     longest = _positions(model)
     if window < 2 or window > longest:
-        raise ValueError(
-            f"window is {window}; it must be at least 2" + f", and at most {longest}" * (longest < math.inf)
-        )
+        raise ValueError(f"window is {window}; it must be at least 2, and the model has {longest} positions")
 
 
 def _positions(model: nn.Module) -> float:
