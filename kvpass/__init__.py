@@ -14,6 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpass.accuracy import Evaluation as Evaluation
+    from kvpass.accuracy import Retrieval as Retrieval
+    from kvpass.accuracy import Tuning as Tuning
+    from kvpass.accuracy import evaluate as evaluate
+    from kvpass.accuracy import tune as tune
     from kvpass.backend import NotFusedError as NotFusedError
     from kvpass.backend import NothingToFuseWarning as NothingToFuseWarning
     from kvpass.cache import QuantizedCache as QuantizedCache
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from kvpass.scales import KVScales as KVScales
 
 _MODULES = {
+    "kvpass.accuracy": ("Evaluation", "Retrieval", "Tuning", "evaluate", "tune"),
     "kvpass.backend": ("NotFusedError", "NothingToFuseWarning"),
     "kvpass.cache": ("QuantizedCache",),
     "kvpass.calibrate": ("calibrate",),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -34,15 +35,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvpass import reference
 from kvpass.cache import QuantizedCache, QuantizedLayer
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, unknown_name
+from kvpass.pretrained import add_model_arguments, load_model
 from kvpass.scale_files import Scale
 from kvpass.scales import KVScales, LayerScales
-from kvpass.windows import Data, token_batches
+from kvpass.windows import Data, WindowLayer, cache_argument, token_batches
 
 METHODS = ("amax", "percentile", "least_squares")
 GRANULARITIES = ("tensor", "head")
@@ -108,7 +110,7 @@ def calibrate(
     if longest and window > longest:
         raise ValueError(f"window is {window}, and the model has {longest} positions")
 
-    run = _Run(model, formats, method, per, _fingerprint(model, config, method, per, window, batch_size, max_tokens))
+    run = _Run(model, formats, method, per, fingerprint(model, config, method, per, window, batch_size, max_tokens))
     path = None if resume is None else Path(resume)
     if path is not None and path.exists():
         run.load(path)
@@ -134,19 +136,6 @@ def calibrate(
     return KVScales(tuple(layers), text_config.model_type, source="calibration", notes=tuple(notes.items()))
 
 
-class _Observer(DynamicLayer):
-    """A cache layer that stores nothing: every window attends to itself alone."""
-
-    def __init__(self, index: int, run: _Run) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.index, self.run = index, run
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.run.observe(self.index, 0, key_states)
-        self.run.observe(self.index, 1, value_states)
-        return key_states, value_states
-
-
 class _Run:
     """The state of one calibration.
 
@@ -164,10 +153,9 @@ class _Run:
         self.state: dict[str, Tensor] = {}
         self.stage = self.batches = self.tokens = 0
         self.digest = ""
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = cache_argument(model)
         self.arguments: dict[str, Any] = {"use_cache": True}
-        if "logits_to_keep" in parameters:
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self.arguments["logits_to_keep"] = 1
 
     def read(
@@ -187,7 +175,8 @@ class _Run:
                     if done == self.batches and digest.hexdigest() != self.digest:
                         raise ValueError(f"{path} was made with other data; remove it, or calibrate with that data")
                     continue
-                cache = Cache(layers=[_Observer(index, self) for index in range(len(self.formats))])
+                observers = [functools.partial(self.observe, index) for index in range(len(self.formats))]
+                cache = Cache(layers=[WindowLayer(observer) for observer in observers])
                 with torch.no_grad():
                     self.model(input_ids=ids.to(device), **{self.cache_argument: cache}, **self.arguments)
                 self.batches, self.digest = done, digest.hexdigest()
@@ -205,8 +194,13 @@ class _Run:
                 layer, side = name.split(".")[:2]
                 raise ValueError(f"layer {layer}: {'KV'[int(side)]} holds NaN or infinity; nothing can be calibrated")
 
-    def observe(self, index: int, side: int, x: Tensor) -> None:
-        """Take account of ``x``, ``[batch, kv_heads, length, head_dim]``: K (side 0) or V (side 1) of a layer."""
+    def observe(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take account of K and V of a layer, ``[batch, kv_heads, length, head_dim]``, and return them."""
+        for side, x in enumerate((key, value)):
+            self._observe_side(index, side, x)
+        return key, value
+
+    def _observe_side(self, index: int, side: int, x: Tensor) -> None:
         fmt = self.formats[index][side]
         if not fmt.tensor_scale:
             return
@@ -303,7 +297,7 @@ class _Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass calibrate``."""
     add = parser.add_argument
-    add("model", help="hub id or folder of a causal LM")
+    add_model_arguments(parser)
     add("--data", required=True, type=Path, help="text file, such as the model will be used for")
     add("--out", required=True, type=Path, help="a .json file, or a new folder for a copy of the checkpoint")
     add("--format", default="fp8_e4m3", help=f"one of {', '.join(format_names())}, or a JSON or YAML configuration")
@@ -316,29 +310,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", default=131072, type=int, help="where to stop in the text (default: %(default)s)")
     add("--schema", default="kvpass", choices=("kvpass", "sglang"), help="of a .json file")
     add("--layout", choices=("compressed-tensors", "modelopt"), help="of a checkpoint")
-    add("--device", default=None, help="default: cuda where there is one")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
     """``kvpass calibrate``: an interrupted run leaves its state beside ``--out``; the same command goes on from it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     is_json = args.out.suffix == ".json"
     if not args.data.is_file():
         raise ValueError(f"--data {args.data} is not a file")
     if not is_json and args.out.exists():
         raise ValueError(f"--out {args.out} exists; name a new folder, or a .json file")
     args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    config = KVQuantConfig.of(args.format) if args.format in format_names() else KVQuantConfig.from_file(args.format)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    config = KVQuantConfig.parse(args.format)
+    model, tokenizer = load_model(args)
     scales = calibrate(
-        model.to(device),
+        model,
         args.data,
         config,
-        tokenizer=AutoTokenizer.from_pretrained(args.model),
+        tokenizer=tokenizer,
         method=args.method,
         per=args.per,
         percentile=args.percentile,
@@ -373,7 +362,7 @@ def _check_arguments(
         raise ValueError("least_squares reads the data twice, and an iterator can be read once; give a list or a path")
 
 
-def _fingerprint(model: Any, config: KVQuantConfig, *settings: object) -> str:
+def fingerprint(model: Any, config: KVQuantConfig, *settings: object) -> str:
     """Tells calibrations apart: the model's config, a few of its weights, and the settings."""
     digest = hashlib.blake2b()
     values = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}

@@ -1,4 +1,4 @@
-"""The ``kvpass`` command: what formats there are, what this machine runs, what fits, calibration, and benchmarks.
+"""The ``kvpass`` command: formats, what this machine runs, what fits, calibration, accuracy, and benchmarks.
 
 A subcommand is one function that adds its parser and sets ``run``, listed in ``COMMANDS`` (or ``BENCHMARKS``).
 Bad input is one line on standard error and exit code 2; a benchmark whose numeric check fails exits with 1.
@@ -55,6 +55,22 @@ def _add_calibrate(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("calibrate", help=help, description=help)
     add_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _add_eval(subparsers: Subparsers) -> None:
+    from kvpass.accuracy.command import add_eval_arguments, run_eval
+
+    parser = subparsers.add_parser("eval", help="measure what formats cost in accuracy on a text")
+    add_eval_arguments(parser)
+    parser.set_defaults(run=run_eval)
+
+
+def _add_tune(subparsers: Subparsers) -> None:
+    from kvpass.accuracy.command import add_tune_arguments, run_tune
+
+    parser = subparsers.add_parser("tune", help="choose a format for each layer's K and V under a budget of bits")
+    add_tune_arguments(parser)
+    parser.set_defaults(run=run_tune)
 
 
 def _add_formats(subparsers: Subparsers) -> None:
@@ -353,7 +369,15 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if available and name != "cpu" else torch.device("cpu")
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (_add_formats, _add_env, _add_plan, _add_calibrate, _add_bench)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
+    _add_formats,
+    _add_env,
+    _add_plan,
+    _add_calibrate,
+    _add_eval,
+    _add_tune,
+    _add_bench,
+)
 BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (
     _add_bench_attention,
     _add_bench_store,

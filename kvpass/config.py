@@ -167,11 +167,16 @@ class KVQuantConfig:
 
     @classmethod
     def parse(cls, text: str) -> KVQuantConfig:
-        """What a command line names: a format, formats of K and V as ``fp8_e4m3/nvfp4``, or the path of a file."""
+        """What a command line names: whatever :meth:`of` takes, the formats of K and V as ``key/value``, or a file for
+        :meth:`from_file`."""
         if text.endswith((".json", ".yaml", ".yml")):
+            if not Path(text).is_file():
+                raise ValueError(f"{text} is not a file")
             return cls.from_file(text)
-        key, slash, value = text.partition("/")
-        return cls(format=key, value_format=value) if slash else cls.of(text)
+        key, *rest = text.split("/")
+        if len(rest) > 1:
+            raise ValueError(f"formats {text!r}: write one name, or that of K and that of V with a slash between them")
+        return cls(format=key, value_format=rest[0]) if rest else cls.of(text)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVQuantConfig:
@@ -207,10 +212,15 @@ class KVQuantConfig:
     def from_scales(cls, scales: KVScales, **changes: Any) -> KVQuantConfig:
         """The formats that ``scales`` were made for, and the scales. ``changes`` are further fields."""
         formats = {layer.index: (layer.key.format, layer.value.format) for layer in scales.layers}
+        return cls.from_layers(formats, **{"scales": scales, **changes})
+
+    @classmethod
+    def from_layers(cls, formats: Mapping[int, tuple[str, str]], **changes: Any) -> KVQuantConfig:
+        """Each layer's formats of K and V, by its index. ``changes`` are further fields."""
         (key, value), _ = Counter(formats.values()).most_common(1)[0]
         own = {"format": key} if key == value else {"key_format": key, "value_format": value}
         others = [LayerFormats(str(index), *names) for index, names in formats.items() if names != (key, value)]
-        values: dict[str, Any] = {**own, "layers": others, "scales": scales, **changes}
+        values: dict[str, Any] = {**own, "layers": others, **changes}
         return cls(**values)
 
     @classmethod

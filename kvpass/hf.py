@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -364,11 +365,7 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
 
 
 def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
-    """The compiled forward of this model for the shape of the cache in use.
-
-    Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object. So each model, configuration and
-    shape has its own; a new shape never ends in eager decoding because eight others came before it.
-    """
+    """The compiled forward of this model for the shape of the cache in use."""
     used = _used.get([])
     shape = (type(used[-1].cache), used[-1].rows, used[-1].cache.get_max_length()) if used else None
     key = (compile_config, shape)
@@ -376,10 +373,21 @@ def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
         if known == key:
             return compiled
 
-    def decode_step(*args: Any, **kwargs: Any) -> Any:
-        return type(self).__call__(self, *args, **kwargs)
-
-    decode_step.__code__ = decode_step.__code__.replace(co_name=f"decode_step_{len(self._kvpass.compiled)}")
-    compiled = torch.compile(decode_step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
+    step = decode_step(self, f"decode_step_{len(self._kvpass.compiled)}")
+    compiled = torch.compile(step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
     self._kvpass.compiled.append((key, compiled))
     return compiled
+
+
+def decode_step(model: Any, name: str) -> Callable[..., Any]:
+    """A function to compile that calls ``model``.
+
+    Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object. So each model, configuration and
+    shape has its own; a new shape never ends in eager decoding because eight others came before it.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return type(model).__call__(model, *args, **kwargs)
+
+    step.__code__ = step.__code__.replace(co_name=name)
+    return step

@@ -1,8 +1,9 @@
-"""Fixtures shared by all tests: a tiny model, and what to do without a GPU."""
+"""Fixtures shared by all tests: a tiny model and tokenizer, interruption, and what to do without a GPU."""
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,3 +55,36 @@ def tiny_llama():
         return model.to(device, dtype).eval()
 
     return make
+
+
+@pytest.fixture
+def tokenizer():
+    """One token a byte, ids from 1 to 256."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i + 1 for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def stopped():
+    """Interrupts a model before the forward after ``after`` ones; the list it gives grows with each forward."""
+
+    @contextmanager
+    def stop(model, after=None):
+        calls = []
+
+        def count(*_):
+            if len(calls) == after:
+                raise KeyboardInterrupt
+            calls.append(1)
+
+        handle = model.register_forward_pre_hook(count)
+        yield calls
+        handle.remove()
+
+    return stop

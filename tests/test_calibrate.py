@@ -6,14 +6,12 @@ import json
 import math
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import smollm2
 import torch
-from transformers import PreTrainedTokenizerFast
 
 import kvpass
 from kvpass import reference
@@ -32,18 +30,6 @@ def measure(model, data, format="fp8_e4m3", **settings):
 @pytest.fixture
 def data():
     return [torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(n)) for n in (16, 40, 7)]
-
-
-@pytest.fixture
-def tokenizer():
-    """One token a byte, ids from 1 to 256."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i + 1 for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def keys_and_values(model, data, window=16):
@@ -225,25 +211,10 @@ class TestData:
             measure(model, data)
 
 
-@contextmanager
-def stopped(model, after=None):
-    """Interrupt before the forward after ``after`` ones; the list it gives grows with each forward."""
-    calls = []
-
-    def count(*_):
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        calls.append(1)
-
-    handle = model.register_forward_pre_hook(count)
-    yield calls
-    handle.remove()
-
-
 class TestResume:
     @pytest.mark.parametrize("method", ["percentile", "least_squares"])
     @pytest.mark.parametrize("stop", [1, 6])
-    def test_an_interrupted_run_ends_the_same(self, model, data, tmp_path, method, stop):
+    def test_an_interrupted_run_ends_the_same(self, model, data, tmp_path, stopped, method, stop):
         data, path = data * 2, tmp_path / "state"
         expected = measure(model, data, method=method)
         settings = {"method": method, "resume": path, "save_every": 0}
@@ -255,13 +226,10 @@ class TestResume:
         assert len(calls) == 10 * (2 if method == "least_squares" else 1) - stop
         assert list(tmp_path.iterdir()) == []
 
-    def interrupted(self, model, data, path):
+    def test_what_is_refused(self, model, data, tmp_path, tiny_llama, stopped):
+        path = tmp_path / "state"
         with stopped(model, after=2), pytest.raises(KeyboardInterrupt):
             measure(model, data, resume=path, save_every=0)
-
-    def test_what_is_refused(self, model, data, tmp_path, tiny_llama):
-        path = tmp_path / "state"
-        self.interrupted(model, data, path)
         other = [data[0].flip(0), *data[1:]]
         with pytest.raises(ValueError, match="was made with other data"):
             measure(model, other, resume=path)

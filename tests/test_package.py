@@ -18,13 +18,13 @@ PACKAGE = ROOT / "kvpass"
 
 # A module may import from its own line and from those above it, minus FORBIDDEN. `kvpass` is the package's __init__.
 LAYERS = (
-    ("formats", "windows"),
+    ("formats", "pretrained", "windows"),
     ("checkpoint", "scale_files", "scales", "config", "reference"),
     ("kernels",),
     ("ops",),
     ("cache", "static_cache", "fx_passes"),
     ("backend", "calibrate"),
-    ("hf", "evaluate", "bench"),
+    ("hf", "accuracy", "bench"),
     ("kvpass",),
     ("cli", "__main__"),
 )
@@ -211,8 +211,8 @@ def test_version() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "enable disable report QuantizedCache KVQuantConfig KVScales calibrate KVFormat register_format get_format "
-    "format_names".split(),
+    "enable disable report QuantizedCache KVQuantConfig KVScales calibrate evaluate Evaluation Retrieval tune Tuning "
+    "KVFormat register_format get_format format_names".split(),
 )
 def test_public_name(name: str) -> None:
     assert name in kvpass.__all__ and hasattr(kvpass, name)

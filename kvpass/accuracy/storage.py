@@ -1,0 +1,43 @@
+"""Storage as an experiment needs it: one window through a layer's bytes, and what a configuration costs in bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvpass.cache import QuantizedCache, QuantizedLayer
+from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
+
+PREFILL = 256  # tokens of the prefill from which a format takes what it takes from a first prefill
+BITS_AT = 2048  # tokens at which bits per value are counted
+
+
+def stored(config: LayerConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer's cache gives back for all tokens of ``key`` and ``value`` (``[batch, kv_heads, length,
+    head_dim]``), once they have been stored as ``config`` says: a prefill of :data:`PREFILL` tokens, then the rest."""
+    length = key.shape[2]
+    layer = QuantizedLayer(config, length)
+    prefill = min(PREFILL, length - 1)  # the last token at least is not of the prefill, and so has the bytes read
+    if prefill:
+        layer.update(key[:, :, :prefill], value[:, :, :prefill])
+    return layer.update(key[:, :, prefill:], value[:, :, prefill:])
+
+
+def bits_per_value(model_config: PreTrainedConfig, config: ConfigLike, tokens: int = BITS_AT) -> float:
+    """Bits per value of K and V that a cache of ``tokens`` slots occupies, all layers together: codes, block scales,
+    and whatever else grows with it."""
+    cache = QuantizedCache(model_config, config, max_cache_len=tokens)
+    text_config = model_config.get_text_config(decoder=True)
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    cache.early_initialization(1, kv_heads, head_dim, torch.bfloat16, torch.device("meta"))
+    values: int = 2 * len(cache.layers) * kv_heads * head_dim * tokens
+    return 8 * cache.nbytes / values
+
+
+def kept_fields(config: KVQuantConfig) -> dict[str, object]:
+    """The fields of ``config`` that are not formats: scales, ``strict`` and the like."""
+    formats = ("format", "key_format", "value_format", "layers", "skip_layers")
+    return {name: value for name, value in vars(config).items() if name not in formats}
