@@ -36,7 +36,7 @@ class QuantizedRead:
 
     Attributes:
         node: The ``kvpass::dequantize``.
-        buffers: Nodes of codes, block scales and scale (None where the format has none).
+        buffers: Nodes of the :class:`kvpass.formats.KVBuffers` (None where there is none).
         positions: Node of the slots of this call's tokens.
         format: The format's name.
     """
@@ -291,8 +291,8 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     """Where K or V comes from, or what is in the way (worded to follow the word K or V)."""
     source, _ = _peel(_before_cut(node))
     if source.target is DEQUANTIZE:
-        codes, block_scale, scale, positions, format, _ = source.args
-        return QuantizedRead(source, (codes, block_scale, scale), positions, format)  # type: ignore[arg-type]
+        *buffers, positions, format, _ = source.args
+        return QuantizedRead(source, tuple(buffers), positions, format)  # type: ignore[arg-type]
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):
