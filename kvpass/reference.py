@@ -26,6 +26,8 @@ E8M0_NAN = 0xFF
 DIVISORS = {"none": (6.0,), "4over6": (6.0, 4.0), "sweep": (6.0,)}
 E4M3_STEPS = (0, -2, -1, 1, 2, 3, 4, 5, 6)
 E8M0_STEPS = (0, -1, 1)
+# How far beyond 6 a search lets values be, and the grid it puts them on: squares of 32 of them add up exactly in fp32.
+SEARCH_GRID = {"e4m3": (8.0, 2.0**-8), "e8m0": (16.0, 2.0**-6)}
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -82,9 +84,9 @@ def quantize(
     candidates = _block_scales(amax, factor, fmt)
     bits, divisor = candidates[0]
     if len(candidates) > 1:
-        least = _squared_error(blocks, divisor)
+        least = _squared_error(blocks, amax, divisor, fmt)
         for other_bits, other_divisor in candidates[1:]:
-            error = _squared_error(blocks, other_divisor)
+            error = _squared_error(blocks, amax, other_divisor, fmt)
             better = error < least
             least = torch.where(better, error, least)
             bits = torch.where(better, other_bits, bits)
@@ -126,19 +128,21 @@ def _exponent(amax: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     return (least >> 23) + ((least & 0x7FFFFF) != 0).int()
 
 
-def _squared_error(blocks: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+def _squared_error(blocks: torch.Tensor, amax: torch.Tensor, divisor: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """Squared error of storing ``blocks`` (``[..., block]``) by ``divisor`` (``[...]``), fp32.
 
-    Values are first rounded to multiples of 2^-8 of the divisor, and then all the sums are exact: the result does not
-    depend on their order.
+    Quotients are rounded to a grid first, and then all sums are exact: the result does not depend on their order. It is
+    infinite where a block would reach too far beyond the largest code, as one does that saturates the block scale.
     """
-    scaled = (blocks.abs() * (1.0 / divisor).clamp(max=3.0e38).unsqueeze(-1)).clamp(max=8.0)
-    scaled = (scaled + 1.5 * 2.0**15) - 1.5 * 2.0**15
-    # Adding 1.5 * 2^22 times the power of two below it rounds a number to two bits.
+    reach, step = SEARCH_GRID[fmt.block_scale]
+    inverse = 1.0 / divisor
+    align = 1.5 * 2.0**23 * step  # a sum with it is rounded to a multiple of the step
+    scaled = (blocks.abs() * inverse.unsqueeze(-1) + align) - align
     power = (scaled.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
-    rounded = (scaled + power * (1.5 * 2.0**22)) - power * (1.5 * 2.0**22)
-    error: torch.Tensor = (scaled - rounded.clamp(max=E2M1_MAX)).square().sum(-1)
-    return error * divisor * divisor
+    align = power * (1.5 * 2.0**22)  # and one with this, to two bits
+    rounded = (scaled + align) - align
+    error = (scaled - rounded.clamp(max=E2M1_MAX)).square().sum(-1) * divisor * divisor
+    return torch.where(amax * inverse > reach, torch.inf, error)
 
 
 def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.Tensor) -> None:

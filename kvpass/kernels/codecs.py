@@ -225,20 +225,23 @@ def _step_scale(bits, amax, factor, BLOCK_SCALE: tl.constexpr, SEARCH: tl.conste
 
 
 @triton.jit
-def _rounding_error(x, inverse):
+def _rounding_error(x, inverse, ALIGN: tl.constexpr):
     """What ``|x| * inverse`` is rounded by, as :mod:`kvpass.reference` has it: sums of its squares are exact."""
-    scaled = tl.minimum(tl.abs(x) * inverse, 8.0)
-    scaled = (scaled + 49152.0) - 49152.0
+    scaled = (tl.abs(x) * inverse + ALIGN) - ALIGN
     power = (tl.maximum(scaled, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     rounded = tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, scaled))
     return scaled - tl.minimum(rounded, 6.0)
 
 
 @triton.jit
-def _squared_error(even, odd, divisor):
-    inverse = tl.minimum(tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor), 3.0e38)[:, :, None]
-    first, second = _rounding_error(even, inverse), _rounding_error(odd, inverse)
-    return tl.sum(tl.fma(first, first, second * second), axis=2) * divisor * divisor
+def _squared_error(even, odd, amax, divisor, BLOCK_SCALE: tl.constexpr):
+    REACH: tl.constexpr = 8.0 if BLOCK_SCALE == "e4m3" else 16.0
+    ALIGN: tl.constexpr = 49152.0 if BLOCK_SCALE == "e4m3" else 196608.0
+    inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    first = _rounding_error(even, inverse[:, :, None], ALIGN)
+    second = _rounding_error(odd, inverse[:, :, None], ALIGN)
+    error = tl.sum(tl.fma(first, first, second * second), axis=2) * divisor * divisor
+    return tl.where(amax * inverse > REACH, float("inf"), error)
 
 
 @triton.jit
@@ -266,11 +269,11 @@ def choose_block_scale(
         LAST: tl.constexpr = 0 if SEARCH == "4over6" else (6 if BLOCK_SCALE == "e4m3" else 1)
         if SEARCH == "4over6":
             base = _rule(amax, factor, 4.0, BLOCK_SCALE, SCALE_RULE)
-        least = _squared_error(even, odd, divisor)
+        least = _squared_error(even, odd, amax, divisor, BLOCK_SCALE)
         for step in tl.static_range(FIRST, LAST + 1):
             if step != 0 or SEARCH == "4over6":
                 other_bits, other_divisor = _step_scale(base + step, amax, factor, BLOCK_SCALE, SEARCH)
-                error = _squared_error(even, odd, other_divisor)
+                error = _squared_error(even, odd, amax, other_divisor, BLOCK_SCALE)
                 is_better = error < least
                 least = tl.where(is_better, error, least)
                 bits = tl.where(is_better, other_bits, bits)
