@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 
 from kvpass import ops  # registers the operators that graphs refer to
-from kvpass.config import KVQuantConfig
-from kvpass.formats import KVBuffers, check_scale, unknown_name
+from kvpass.config import KVQuantConfig, LayerConfig
+from kvpass.formats import KVBuffers, unknown_name
 from kvpass.fx_passes.match import STORE, Site, find_sites
 from kvpass.fx_passes.report import GraphReport, describe
 from kvpass.fx_passes.rewrite import Input, StaticPair, rewrite
@@ -57,7 +57,7 @@ def kvquant(
     """
     config, mode, patches = _parse(mode, options)
     _detach_graph(gm)
-    matches = find_sites(gm.graph, config.differs_by_layer)
+    matches = find_sites(gm.graph, config)
     sites = [match for match in matches if isinstance(match, Site)]
     uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes) or bool(sites)
     stacks = find_stacks(gm.graph, example_inputs) if uses_cache and config.stack_linears else []
@@ -168,10 +168,9 @@ def _example_inputs(inputs: Sequence[Input | Stacked], pairs: Sequence[StaticPai
     buffers: dict[int, KVBuffers] = {}
     with fake_mode or nullcontext():
         for pair in pairs:
-            for index, scale in ((pair.key, pair.layer.key_scale), (pair.value, pair.layer.value_scale)):
-                check_scale(scale, int(before[index].shape[1]))
-            for index, fmt in ((pair.key, pair.layer.key), (pair.value, pair.layer.value)):
-                buffers[index] = fmt.allocate_like(before[index])
+            pair.layer.check(before[pair.key], before[pair.value])
+            unset = LayerConfig(pair.layer.key, pair.layer.value, keep_first=pair.layer.keep_first)
+            buffers[pair.key], buffers[pair.value] = unset.allocate_like(before[pair.key], before[pair.value])
         return [
             source.example(before)
             if isinstance(source, Stacked)
@@ -186,7 +185,7 @@ def _buffers_born(graph: fx.Graph) -> list[int]:
     """Which outputs are cache buffers that the graph allocates itself, as a ``QuantizedCache``'s first call does: what
     it stores into, and the counter from which the positions are computed."""
     stores = graph.find_nodes(op="call_function", target=STORE)
-    kept = {buffer for node in stores for buffer in node.args[3:9]}
+    kept = {buffer for node in stores for buffer in node.args[3 : 3 + 2 * len(KVBuffers._fields)]}
     pending = [node.args[2] for node in stores]
     while pending:
         node = pending.pop()

@@ -5,6 +5,8 @@ and returns what they decode to. The ``kvquant`` backend recognizes that read an
 it, so that the decoded K and V never exist in memory.
 
 The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
+Where a format is centred and nobody gave the centre, it is the mean of the first tokens, taken before they are stored
+and fixed from then on; any vector would be exact, a mean makes what is stored small.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, Static
 
 from kvpass import ops, reference
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers
+from kvpass.formats import KVBuffers, check_centre
 from kvpass.scales import KVScales
+
+CENTRE_TOKENS = 256  # from how many of the first tokens a centre is taken
 
 
 class QuantizedCache(Cache):
@@ -70,7 +74,8 @@ class QuantizedCache(Cache):
         return self._layers[0].max_cache_len
 
     def set_scales(self, scales: KVScales) -> None:
-        """Use other tensor scales, in place: CUDA graphs recorded over this cache take them from the next token on.
+        """Use other tensor scales and centres, in place: CUDA graphs recorded over this cache take them from the next
+        token on.
 
         Raises:
             ValueError: Scales of another model, or a cache that holds tokens, which the old scales belong to.
@@ -78,10 +83,13 @@ class QuantizedCache(Cache):
         self._check_scales(scales, len(self._layers))
         if any(not layer.is_empty for layer in self._layers):
             raise ValueError("the cache holds tokens that were stored with its present scales; call reset() first")
-        new = [(layer, scales[index]) for index, layer in enumerate(self._layers)]
-        pairs = [(layer, s.key.tensor(layer.key_format), s.value.tensor(layer.value_format)) for layer, s in new]
-        for layer, key, value in pairs:
-            layer.set_scales(key, value)
+        old = [layer.config for layer in self._layers]
+        new = [
+            LayerConfig(config.key, config.value, *scales[index].tensors(config.key, config.value), config.keep_first)
+            for index, config in enumerate(old)
+        ]
+        for layer, config in zip(self._layers, new, strict=True):
+            layer.set_scales(config)
 
     def saturation(self) -> list[tuple[float, float]]:
         """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8
@@ -131,8 +139,8 @@ class QuantizedLayer(CacheLayerMixin):
 
     def __init__(self, config: LayerConfig, max_cache_len: int, lengths: _Lengths | None = None) -> None:
         # The base class would set `keys` and `values`, which are read-only here.
+        self.config = config
         self.key_format, self.value_format = config.key, config.value
-        self._key_scale, self._value_scale = config.key_scale, config.value_scale
         self.max_cache_len = max_cache_len
         self.is_initialized = False
         self.is_empty = True
@@ -142,8 +150,7 @@ class QuantizedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
         with _outside_inference_mode():
-            self.key = self.key_format.allocate_like(key_states, self.max_cache_len, self._key_scale)
-            self.value = self.value_format.allocate_like(value_states, self.max_cache_len, self._value_scale)
+            self.key, self.value = self.config.allocate_like(key_states, value_states, self.max_cache_len)
             self.last_position, self.leads = self._lengths.join(key_states.device)
         self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
         self._mark_static()
@@ -179,6 +186,8 @@ class QuantizedLayer(CacheLayerMixin):
         positions = self.last_position
         if length > 1:
             positions = positions - (length - 1) + torch.arange(length, device=self.device)
+        if self.is_empty:
+            self._centre(key_states, value_states)
         formats = self.key_format.name, self.value_format.name
         ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
         is_first_prefill = self.is_empty and length > 1
@@ -207,13 +216,23 @@ class QuantizedLayer(CacheLayerMixin):
         """Bytes of storage that hold codes and block scales, 0 before initialization."""
         return self.key.nbytes + self.value.nbytes if self.is_initialized else 0
 
-    def set_scales(self, key: Tensor | None, value: Tensor | None) -> None:
-        """Replace the tensor scales (``[1]`` or ``[kv_heads]`` float32; None for a format without), in place."""
-        self._key_scale, self._value_scale = key, value
+    def set_scales(self, config: LayerConfig) -> None:
+        """Take the tensor scales and centres of ``config`` instead of the present ones, in place.
+
+        Raises:
+            ValueError: The layer holds tokens, which the present ones belong to; or a shape that does not fit it.
+        """
+        if not self.is_empty:
+            raise ValueError("the layer holds tokens that were stored with its present scales; call reset() first")
+        self.config = config
         if self.is_initialized:
-            for buffers, scale in ((self.key, key), (self.value, value)):
+            new = (self.key, config.key_scale, config.key_centre), (self.value, config.value_scale, config.value_centre)
+            for buffers, scale, centre in new:
                 if buffers.scale is not None and scale is not None:
                     buffers.scale.copy_(scale)
+                if buffers.centre is not None and centre is not None:
+                    check_centre(centre, *buffers.centre.shape)
+                    buffers.centre.copy_(centre)
 
     def saturation(self) -> tuple[float, float]:
         """Of K and of V: see :meth:`QuantizedCache.saturation`. 0 where nothing is stored."""
@@ -281,6 +300,15 @@ class QuantizedLayer(CacheLayerMixin):
 
     prefetch = offload
 
+    def _centre(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Set the centres that are taken from the first tokens."""
+        for buffers, x, given in (
+            (self.key, key_states, self.config.key_centre),
+            (self.value, value_states, self.config.value_centre),
+        ):
+            if buffers.centre is not None and given is None:
+                buffers.centre.copy_(centre_of(x))
+
     def _check_rows(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
@@ -311,18 +339,13 @@ class QuantizedLayer(CacheLayerMixin):
         return decoded * (self.last_position >= 0)
 
     def _batched(self) -> list[Tensor]:
-        return [t for b in (self.key, self.value) for t in (b.codes, b.block_scale) if t is not None]
+        return [t for b in (self.key, self.value) for t in (b.codes, b.block_scale, b.kept) if t is not None]
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-
-        def changed(buffers: KVBuffers) -> KVBuffers:
-            block_scale = None if buffers.block_scale is None else change(buffers.block_scale)
-            return KVBuffers(change(buffers.codes), block_scale, buffers.scale)
-
         with _outside_inference_mode():
-            self.key, self.value = changed(self.key), changed(self.value)
+            self.key, self.value = self.key.map_batch(change), self.value.map_batch(change)
         self.batch_size = self.key.codes.shape[0]
         self._mark_static()
 
@@ -331,6 +354,12 @@ class QuantizedLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             for tensor in (*self.key.tensors(), *self.value.tensors(), self.last_position):
                 torch._dynamo.mark_static_address(tensor)
+
+
+def centre_of(x: Tensor) -> Tensor:
+    """``[kv_heads, head_dim]`` float32: the mean of the first :data:`CENTRE_TOKENS` tokens of every row of ``x``
+    (``[batch, kv_heads, length, head_dim]``); 0 where that is not finite."""
+    return x[:, :, :CENTRE_TOKENS].float().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:

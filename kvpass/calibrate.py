@@ -12,6 +12,9 @@ What is kept between windows are a few numbers per layer and head, so memory doe
 =================  ====================================================================================================
 
 The first two are rounded up to a power of two unless told otherwise: see :func:`calibrate`.
+
+A centred format also gets its centres: the mean over the first windows. Everything is measured on what is stored then,
+K and V less their centre and rotated where the format says so.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from transformers.cache_utils import Cache
 
 from kvpass import reference
 from kvpass.cache import QuantizedCache, QuantizedLayer
-from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass.config import PRESETS, ConfigLike, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, unknown_name
 from kvpass.pretrained import add_model_arguments, load_model
 from kvpass.scale_files import Scale
@@ -104,8 +107,8 @@ def calibrate(
     text_config = model_config.get_text_config(decoder=True)
     probe = QuantizedCache(model_config, dataclasses.replace(config, scales=None), max_cache_len=1)
     formats = [(layer.key_format, layer.value_format) for layer in cast("list[QuantizedLayer]", probe.layers)]
-    if not any(fmt.tensor_scale for pair in formats for fmt in pair):
-        raise ValueError(f"{config} has no format with a tensor scale, so there is nothing to calibrate")
+    if not any(fmt.tensor_scale or fmt.centred for pair in formats for fmt in pair):
+        raise ValueError(f"{config} has no format with a tensor scale or a centre, so there is nothing to calibrate")
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest and window > longest:
         raise ValueError(f"window is {window}, and the model has {longest} positions")
@@ -140,7 +143,8 @@ class _Run:
     """The state of one calibration.
 
     Attributes:
-        state: Statistics by name, ``<layer>.<side>.<what>``: ``amax`` ``[kv_heads]`` float32, ``histogram``
+        state: Statistics by name, ``<layer>.<side>.<what>``: ``centre`` ``[kv_heads, head_dim]`` float32, ``amax``
+            ``[kv_heads]`` float32, ``histogram``
             ``[kv_heads, bins]`` int64, ``error`` ``[candidates, kv_heads]`` float64.
         stage: 0 while ranges are measured, 1 while scales are tried.
         batches, tokens: Read in this stage.
@@ -190,7 +194,7 @@ class _Run:
         if not done:
             raise ValueError("the data holds no tokens")
         for name, tensor in self.state.items():
-            if name.endswith("amax") and not tensor.isfinite().all():
+            if name.endswith(("amax", "centre")) and not tensor.isfinite().all():
                 layer, side = name.split(".")[:2]
                 raise ValueError(f"layer {layer}: {'KV'[int(side)]} holds NaN or infinity; nothing can be calibrated")
 
@@ -201,10 +205,14 @@ class _Run:
         return key, value
 
     def _observe_side(self, index: int, side: int, x: Tensor) -> None:
-        fmt = self.formats[index][side]
+        fmt, name = self.formats[index][side], f"{index}.{side}"
+        x = x.detach().float()
+        if fmt.centred:
+            self.state.setdefault(f"{name}.centre", x.mean((0, 2)))
         if not fmt.tensor_scale:
             return
-        name, x = f"{index}.{side}", x.detach().float()
+        x = reference.transform(x, fmt, self._centre(name, x.device))
+        fmt = fmt.untransformed
         if self.stage == 1:
             self._try_scales(name, fmt, x)
             return
@@ -236,6 +244,11 @@ class _Run:
         fraction = torch.tensor([2.0 ** (n / 8) for n in range(8)], device=base.device)[eighths % 8]
         return torch.cat([base.unsqueeze(0), torch.ldexp(fraction, eighths.div(8, rounding_mode="floor"))])
 
+    def _centre(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
+        """``[kv_heads, head_dim]`` float32; None where the format is not centred."""
+        centre = self.state.get(f"{name}.centre")
+        return None if centre is None else centre.to(device)
+
     def _base(self, name: str, fmt: KVFormat) -> Tensor:
         """``amax / range``, ``[kv_heads]`` or ``[1]`` float32. A side that is zero throughout has nothing to scale."""
         amax = self.state[name] if self.per == "head" else self.state[name].amax(0, keepdim=True)
@@ -247,12 +260,14 @@ class _Run:
     def scale(self, index: int, side: int, percentile: float, power_of_two: bool) -> Scale:
         """The result for K (side 0) or V (side 1) of a layer."""
         fmt, name = self.formats[index][side], f"{index}.{side}"
+        centre = self._centre(name)
+        rows = None if centre is None else tuple(map(tuple, centre.tolist()))
         if not fmt.tensor_scale:
-            return Scale((), fmt.name)
+            return Scale((), fmt.name, rows)
         scale = self._base(f"{name}.amax", fmt).cpu()
         if not self.state[f"{name}.amax"].any():
             warnings.warn(f"layer {index}: {'KV'[side]} is zero throughout the data; its scale is 1.0", stacklevel=3)
-            return Scale((1.0,), fmt.name)
+            return Scale((1.0,), fmt.name, rows)
         if self.method == "percentile":
             counts = self.state[f"{name}.histogram"].cpu()
             counts = counts if self.per == "head" else counts.sum(0, keepdim=True)
@@ -267,7 +282,7 @@ class _Run:
             error = self.state[f"{name}.error"].cpu()
             error = error if self.per == "head" else error.sum(1, keepdim=True)
             scale = self._candidates(name, fmt).cpu().gather(0, error.argmin(0, keepdim=True)).squeeze(0)
-        return Scale(tuple(scale.tolist()), fmt.name)
+        return Scale(tuple(scale.tolist()), fmt.name, rows)
 
     def next_stage(self) -> None:
         self.stage, self.batches, self.tokens, self.digest = self.stage + 1, 0, 0, ""
@@ -300,7 +315,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add("--data", required=True, type=Path, help="text file, such as the model will be used for")
     add("--out", required=True, type=Path, help="a .json file, or a new folder for a copy of the checkpoint")
-    add("--format", default="fp8_e4m3", help=f"one of {', '.join(format_names())}, or a JSON or YAML configuration")
+    names = ", ".join((*format_names(), *PRESETS))
+    add("--format", default="fp8_e4m3", help=f"one of {names}, a format with suffixes, or a JSON or YAML configuration")
     add("--method", default="amax", choices=METHODS)
     add("--per", default="tensor", choices=GRANULARITIES, help="one scale per layer, or one per KV head")
     add("--percentile", default=99.99, type=float, help="for that method (default: %(default)s)")

@@ -2,8 +2,9 @@
 
 A file or dictionary has the fields of the class; only what differs from the defaults needs to be there::
 
-    format: nvfp4            # of K and V
+    format: nvfp4+4over6     # of K and V; or a preset: fast, balanced, compact
     value_format: fp8_e4m3   # or apart
+    keep_first: 4            # tokens in bf16
     skip_layers: [0, -1]     # kept in bf16
     layers:                  # later lines win
       "4:8": fp8_e4m3
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpass.checkpoint import Checkpoint
-from kvpass.formats import KVFormat, get_format, unknown_name
+from kvpass.formats import KVBuffers, KVFormat, check_centre, check_scale, get_format, unknown_name
 from kvpass.scale_files import read_json, write_whole
 from kvpass.scales import KVScales
 
@@ -39,12 +40,35 @@ class LayerConfig(NamedTuple):
     Attributes:
         key, value: Formats.
         key_scale, value_scale: Tensor scales, ``[1]`` or ``[kv_heads]`` float32; None for 1.
+        key_centre, value_centre: ``[kv_heads, head_dim]`` float32; None where the first tokens give it.
+        keep_first: First slots that are kept in bf16.
     """
 
     key: KVFormat
     value: KVFormat
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    key_centre: torch.Tensor | None = None
+    value_centre: torch.Tensor | None = None
+    keep_first: int = 0
+
+    def allocate_like(
+        self, key: torch.Tensor, value: torch.Tensor, max_len: int | None = None
+    ) -> tuple[KVBuffers, KVBuffers]:
+        """Buffers for K and V, ``[batch, kv_heads, length, head_dim]``, of ``max_len`` slots rather than ``length``."""
+        return (
+            self.key.allocate_like(key, max_len, scale=self.key_scale, centre=self.key_centre, keep=self.keep_first),
+            self.value.allocate_like(
+                value, max_len, scale=self.value_scale, centre=self.value_centre, keep=self.keep_first
+            ),
+        )
+
+    def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ``ValueError`` for scales or centres that do not suit such K and V (fake tensors will do)."""
+        for x, scale, centre in ((key, self.key_scale, self.key_centre), (value, self.value_scale, self.value_centre)):
+            check_scale(scale, int(x.shape[1]))
+            if centre is not None:
+                check_centre(centre, int(x.shape[1]), int(x.shape[3]))
 
 
 class LayerFormats(NamedTuple):
@@ -55,12 +79,21 @@ class LayerFormats(NamedTuple):
     value_format: str | None = None
 
 
+# K needs the bits, V does not, and only K gains from a rotation.
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {"key_format": "fp8_e4m3+centred", "value_format": "fp8_e4m3"},
+    "balanced": {"key_format": "fp8_e4m3+centred+rotated", "value_format": "nvfp4+4over6"},
+    "compact": {"key_format": "nvfp4+centred+rotated+sweep", "value_format": "nvfp4+sweep", "keep_first": 4},
+}
+
+
 @dataclass(frozen=True, repr=False)
 class KVQuantConfig:
     """How a model's KV cache is stored.
 
     Attributes:
-        format: Format of K and V, one of :func:`kvpass.format_names`.
+        format: Format of K and V, one of :func:`kvpass.format_names`, with or without suffixes
+            (:func:`kvpass.get_format`).
         key_format: Format of K, where it differs from ``format``.
         value_format: Format of V, where it differs from ``format``.
         strict: Raise :class:`kvpass.NotFusedError` when a compiled graph has an attention that reads a cache and was
@@ -73,10 +106,12 @@ class KVQuantConfig:
         scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content; None for 1.0.
         stack_linears: Compute linear layers that read the same input (q, k and v; gate and up) as one. Their weights
             are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`.
+        keep_first: How many of the first tokens are kept in bf16 too, and read from there: the "sink" tokens that
+            every other one attends to. At most 64.
 
     Raises:
-        ValueError: An unknown format, a selector that is none of the above, scales that are not valid, or a ``strict``
-            or ``stack_linears`` that is no boolean.
+        ValueError: An unknown format, a selector that is none of the above, scales that are not valid, a ``strict`` or
+            ``stack_linears`` that is no boolean, or a ``keep_first`` out of range.
     """
 
     format: str = "fp8_e4m3"
@@ -86,6 +121,7 @@ class KVQuantConfig:
     layers: Any = field(default=())
     skip_layers: Any = field(default=())
     scales: Any = None
+    keep_first: int = 0
     stack_linears: bool = True
 
     def __post_init__(self) -> None:
@@ -95,11 +131,15 @@ class KVQuantConfig:
         object.__setattr__(self, "skip_layers", tuple(_selector(selector) for selector in skip))
         object.__setattr__(self, "scales", _scales(self.scales))
         of_layers = (name for entry in self.layers for name in entry[1:] if name is not None)
+        if self.format in PRESETS:
+            raise ValueError(f"{self.format!r} is no format but a preset: write KVQuantConfig.preset({self.format!r})")
         for name in (self.format, self.key_format or self.format, self.value_format or self.format, *of_layers):
             get_format(name)
         for name in ("strict", "stack_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        if not isinstance(self.keep_first, int) or not 0 <= self.keep_first <= 64 or isinstance(self.keep_first, bool):
+            raise ValueError(f"keep_first is {self.keep_first!r}; it must be a whole number from 0 to 64")
 
     @property
     def key(self) -> KVFormat:
@@ -129,10 +169,10 @@ class KVQuantConfig:
         """
         key, value = map(get_format, self._formats_of(index, types))
         if self.scales is None:
-            return LayerConfig(key, value)
-        scales = self.scales[index]
+            return LayerConfig(key, value, keep_first=self.keep_first)
         try:
-            return LayerConfig(key, value, scales.key.tensor(key), scales.value.tensor(value))
+            given = self.scales[index].tensors(key, value)._asdict()
+            return LayerConfig(key, value, **given, keep_first=self.keep_first)
         except ValueError as error:
             raise ValueError(f"{self.scales.source}: layer {index}: {error}") from error
 
@@ -154,13 +194,13 @@ class KVQuantConfig:
 
     @classmethod
     def of(cls, config: ConfigLike) -> KVQuantConfig:
-        """``config`` itself, or the configuration that a format's name or a dictionary stands for."""
+        """``config`` itself, or the configuration that a format's or a preset's name or a dictionary stands for."""
         if isinstance(config, KVQuantConfig):
             return config
         if isinstance(config, str):
             if config.endswith((".json", ".yaml", ".yml")):
                 raise ValueError(f"{config!r} is a file; read it with kvpass.KVQuantConfig.from_file({config!r})")
-            return cls(format=config)
+            return cls.preset(config) if config in PRESETS else cls(format=config)
         if isinstance(config, Mapping):
             return cls.from_dict(config)
         raise TypeError(f"expected a format's name, a dictionary or a KVQuantConfig, got {type(config).__name__}")
@@ -179,9 +219,25 @@ class KVQuantConfig:
         return cls(format=key, value_format=rest[0]) if rest else cls.of(text)
 
     @classmethod
+    def preset(cls, name: str, **changes: Any) -> KVQuantConfig:
+        """One of the named configurations; print it to see what it stands for. None of them needs calibration.
+
+        Args:
+            name: ``fast`` (FP8 and no work beside it: K is centred, since some models' K does not fit without),
+                ``balanced`` (K in FP8, V in FP4: close to bf16 at 6.25 bits) or ``compact`` (FP4 for both).
+            changes: Fields that replace the preset's.
+        """
+        if name not in PRESETS:
+            raise ValueError(unknown_name("preset", name, list(PRESETS)))
+        return cls(**PRESETS[name] | changes)
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVQuantConfig:
-        """Build from a dictionary with this class's fields; an unknown key is an error that names the nearest one."""
+        """Build from a dictionary with this class's fields; an unknown key is an error that names the nearest one.
+        ``format`` may name a preset, whose fields the others replace."""
         _check_keys(values, [field.name for field in fields(cls)])
+        if (name := values.get("format")) in PRESETS:
+            return cls.preset(name, **{key: value for key, value in values.items() if key != "format"})
         return cls(**values)
 
     @classmethod

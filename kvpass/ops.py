@@ -22,7 +22,8 @@ from kvpass.formats import KVBuffers, get_format
 
 
 @torch.library.custom_op(
-    "kvpass::store", mutates_args=("key_codes", "key_block_scale", "value_codes", "value_block_scale")
+    "kvpass::store",
+    mutates_args=("key_codes", "key_block_scale", "key_kept", "value_codes", "value_block_scale", "value_kept"),
 )
 def store(
     key: Tensor,
@@ -31,16 +32,22 @@ def store(
     key_codes: Tensor,
     key_block_scale: Tensor | None,
     key_scale: Tensor | None,
+    key_centre: Tensor | None,
+    key_kept: Tensor | None,
     value_codes: Tensor,
     value_block_scale: Tensor | None,
     value_scale: Tensor | None,
+    value_centre: Tensor | None,
+    value_kept: Tensor | None,
     key_format: str,
     value_format: str,
 ) -> None:
     """Quantize ``key`` and ``value`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions``."""
     _check_fits(positions, key_codes)
-    reference.write(KVBuffers(key_codes, key_block_scale, key_scale), get_format(key_format), key, positions)
-    reference.write(KVBuffers(value_codes, value_block_scale, value_scale), get_format(value_format), value, positions)
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
+    reference.write(key_buffers, get_format(key_format), key, positions)
+    reference.write(value_buffers, get_format(value_format), value, positions)
 
 
 @store.register_fake
@@ -60,6 +67,8 @@ def dequantize(
     codes: Tensor,
     block_scale: Tensor | None,
     scale: Tensor | None,
+    centre: Tensor | None,
+    kept: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
@@ -71,7 +80,7 @@ def dequantize(
     _check_fits(positions, codes)
     end = int(positions[-1]) + 1
     out = codes.new_zeros(_dequantized_shape(codes, format), dtype=dtype)
-    written = KVBuffers(codes, block_scale, scale).first(end)
+    written = KVBuffers(codes, block_scale, scale, centre, kept).first(end)
     out[:, :, :end] = reference.dequantize(written, get_format(format), dtype)
     return out
 
@@ -81,6 +90,8 @@ def _dequantize_fake(
     codes: Tensor,
     block_scale: Tensor | None,
     scale: Tensor | None,
+    centre: Tensor | None,
+    kept: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
@@ -93,13 +104,15 @@ def _dequantize_cuda(
     codes: Tensor,
     block_scale: Tensor | None,
     scale: Tensor | None,
+    centre: Tensor | None,
+    kept: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
 ) -> Tensor:
     from kvpass.kernels.dequantize import dequantize as launch
 
-    return launch(codes, block_scale, scale, positions, format, dtype)
+    return launch(codes, block_scale, scale, centre, kept, positions, format, dtype)
 
 
 @torch.library.custom_op("kvpass::attention", mutates_args=())
@@ -108,9 +121,13 @@ def attention(
     key_codes: Tensor,
     key_block_scale: Tensor | None,
     key_scale: Tensor | None,
+    key_centre: Tensor | None,
+    key_kept: Tensor | None,
     value_codes: Tensor,
     value_block_scale: Tensor | None,
     value_scale: Tensor | None,
+    value_centre: Tensor | None,
+    value_kept: Tensor | None,
     positions: Tensor,
     mask: Tensor | None,
     scale: float,
@@ -130,16 +147,16 @@ def attention(
     end = int(positions[-1]) + 1
     if mask is not None and mask.shape[-1] < end:
         raise ValueError(f"the mask covers {mask.shape[-1]} slots, but the newest token is in slot {end - 1}")
-    key = reference.dequantize(KVBuffers(key_codes, key_block_scale, key_scale).first(end), get_format(key_format))
-    value = reference.dequantize(
-        KVBuffers(value_codes, value_block_scale, value_scale).first(end), get_format(value_format)
-    )
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept).first(end)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept).first(end)
+    key = reference.dequantize(key_buffers, get_format(key_format))
+    value = reference.dequantize(value_buffers, get_format(value_format))
     return reference.attention(query, key, value, positions, mask, scale, is_causal, softcap, sinks)
 
 
 @attention.register_fake
 def _attention_fake(query: Tensor, *args: object) -> Tensor:
-    value_codes, value_format = args[3], args[11]
+    value_codes, value_format = args[5], args[15]
     assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
     return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
 
@@ -153,14 +170,27 @@ def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
 
 
 def attention_kernel(
-    query: Tensor, kv_heads: int, value_dim: int, mask: Tensor | None, scale: float, key_format: str, value_format: str
+    query: Tensor,
+    kv_heads: int,
+    value_dim: int,
+    mask: Tensor | None,
+    scale: float,
+    key_format: str,
+    value_format: str,
+    keep: int,
+    softcap: float,
+    has_sinks: bool,
 ) -> str:
-    """The kernel that :func:`attention` runs for such arguments (fake tensors will do), and why no faster one."""
+    """The kernel that :func:`attention` runs for such arguments (fake tensors will do), and why no faster one.
+
+    ``keep`` is the number of slots kept in bf16.
+    """
     if not query.is_cuda:
         return "PyTorch"
     from kvpass.kernels.attention import why_not_hopper
 
-    reason = why_not_hopper(query, kv_heads, value_dim, mask, scale, key_format, value_format)
+    form = (keep, softcap, has_sinks)
+    reason = why_not_hopper(query, kv_heads, value_dim, mask, scale, key_format, value_format, *form)
     return "Hopper" if reason is None else f"Triton (not the Hopper one: {reason})"
 
 

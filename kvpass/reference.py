@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 
-from kvpass.formats import CODECS, SCALE_ORDER, SCALE_TILE, KVBuffers, KVFormat
+from kvpass.formats import CODECS, SCALE_ORDER, SCALE_TILE, KVBuffers, KVFormat, rotation_block
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -22,17 +22,47 @@ E8M0_BIAS = 127
 E8M0_MIN_SCALE = 1e-10
 FLOAT8_NAN = 0x7F  # a NaN of both e4m3fn and e5m2
 E8M0_NAN = 0xFF
+# What a search tries, and the divisors and steps of the block scale's bits by which it does; the rule itself is first.
+DIVISORS = {"none": (6.0,), "4over6": (6.0, 4.0), "sweep": (6.0,)}
+E4M3_STEPS = (0, -2, -1, 1, 2, 3, 4, 5, 6)
+E8M0_STEPS = (0, -1, 1)
+# How far beyond 6 a search lets values be, and the grid it puts them on: squares of 32 of them add up exactly in fp32.
+SEARCH_GRID = {"e4m3": (8.0, 2.0**-8), "e8m0": (16.0, 2.0**-6)}
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def transform(x: torch.Tensor, fmt: KVFormat, centre: torch.Tensor | None) -> torch.Tensor:
+    """``(x - centre) @ R`` in fp32, as far as ``fmt`` says; ``x`` is ``[batch, kv_heads, length, head_dim]``."""
+    if fmt.centred:
+        assert centre is not None
+        x = x.float() - centre[:, None]
+    return rotate(x) if fmt.rotated else x
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """``x @ R`` in fp32 (fp64 stays fp64), for the last dimension: its own inverse.
+
+    ``R`` has the orthonormal Hadamard matrix of size ``rotation_block(head_dim)`` on its diagonal. The butterflies go
+    from neighbours outwards; kernels add in the same order.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    size, step = rotation_block(x.shape[-1]), 1
+    while step < size:
+        first, second = rearrange(x, "... (pairs two step) -> two ... pairs step", two=2, step=step)
+        x = rearrange([first + second, first - second], "two ... pairs step -> ... (pairs two step)")
+        step *= 2
+    rotated: torch.Tensor = x * size**-0.5
+    return rotated
 
 
 def quantize(
     x: torch.Tensor, fmt: KVFormat, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Encode ``x``.
+    """Encode ``x``, which is centred and rotated already where the format says so (:func:`transform`).
 
     Args:
-        x: ``[batch, kv_heads, length, head_dim]``, any floating dtype; all arithmetic is fp32.
+        x: ``[batch, kv_heads, length, head_dim]``, any floating dtype; all arithmetic is fp32 unless said otherwise.
         fmt: The format.
         scale: ``[kv_heads]`` float32, required where ``fmt.tensor_scale``.
 
@@ -51,31 +81,80 @@ def quantize(
 
     blocks = rearrange(x, "... (blocks values) -> ... blocks values", values=fmt.block)
     amax = blocks.abs().amax(-1)  # NaN if any value is
-    if fmt.block_scale == "e4m3":
-        # NVFP4: sf = e4m3(amax / 6 / global); a block scale of zero makes every code of its block zero.
-        block_scale = (amax / E2M1_MAX / factor).clamp(max=CODECS["e4m3"].max).to(torch.float8_e4m3fn)
-        bits = block_scale.view(torch.uint8)
-        divisor = (block_scale.float() * factor).unsqueeze(-1)
-        scaled = torch.where(divisor == 0, 0.0, blocks / divisor)
-        codes = _encode_e2m1(scaled, ties_to_even=True)
-    else:
-        # The exponent of the power of two at or above amax / 6, from the bits of the fp32 number: log2 in floating
-        # point can land on the wrong side of an integer.
-        least = (amax / E2M1_MAX).nan_to_num(nan=0.0).clamp(min=E8M0_MIN_SCALE, max=2.0**127).view(torch.int32)
-        exponent = (least >> 23) + ((least & 0x7FFFFF) != 0).int()
-        bits = torch.where(amax.isnan(), E8M0_NAN, exponent).to(torch.uint8)
-        scaled = blocks / _decode_e8m0(exponent.to(torch.uint8)).unsqueeze(-1)
-        codes = _encode_e2m1(scaled, ties_to_even=False)
-    codes = torch.where(amax.isnan().unsqueeze(-1), 0, codes).flatten(-2)
+    candidates = _block_scales(amax, factor, fmt)
+    bits, divisor = candidates[0]
+    if len(candidates) > 1:
+        least = _squared_error(blocks, amax, divisor, fmt)
+        for other_bits, other_divisor in candidates[1:]:
+            error = _squared_error(blocks, amax, other_divisor, fmt)
+            better = error < least
+            least = torch.where(better, error, least)
+            bits = torch.where(better, other_bits, bits)
+            divisor = torch.where(better, other_divisor, divisor)
+    codes = _encode_e2m1(blocks, divisor, fmt.ties_to_even)
+    codes = torch.where((amax.isnan() | (divisor == 0)).unsqueeze(-1), 0, codes).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), bits
+
+
+def _block_scales(amax: torch.Tensor, factor: torch.Tensor, fmt: KVFormat) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is tried for blocks of this ``amax``: bits of the block scale, uint8, and what then divides the values."""
+    is_e4m3, searches = fmt.block_scale == "e4m3", fmt.search != "none"
+    # A search has no use for an e4m3 scale of zero, except for a block of zeros.
+    smallest = ((amax != 0) & searches & is_e4m3).int()
+    largest, nan = (FLOAT8_NAN - 1, FLOAT8_NAN) if is_e4m3 else (E8M0_NAN - 1, E8M0_NAN)
+    steps = (E4M3_STEPS if is_e4m3 else E8M0_STEPS) if fmt.search == "sweep" else (0,)
+    candidates = []
+    for wanted in DIVISORS[fmt.search]:
+        # NVFP4: sf = e4m3(amax / 6 / global); a block scale of zero makes every code of its block zero.
+        base = _encode_e4m3(amax / wanted / factor) if is_e4m3 else _exponent(amax, fmt)
+        for step in steps:
+            bits = torch.maximum((base + step).clamp(0, largest), smallest)
+            bits = torch.where(amax.isnan(), nan, bits).to(torch.uint8)
+            candidates.append((bits, _decode_block_scale(bits, fmt) * factor))
+    return candidates
+
+
+def _encode_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Bits of ``x`` (not negative) in e4m3, saturating; int32."""
+    return x.clamp(max=CODECS["e4m3"].max).to(torch.float8_e4m3fn).view(torch.uint8).int()
+
+
+def _exponent(amax: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """The e8m0 bits that the rule of ``fmt`` gives, int32. From the bits of the fp32 number: log2 in floating point can
+    land on the wrong side of an integer."""
+    if fmt.scale_rule == "floor":  # OCP Microscaling 1.0, section 6.3: floor(log2(amax)) - 2
+        return ((amax.view(torch.int32) >> 23) - 2).clamp(min=0)
+    least = (amax / E2M1_MAX).nan_to_num(nan=0.0).clamp(min=E8M0_MIN_SCALE, max=2.0**127).view(torch.int32)
+    return (least >> 23) + ((least & 0x7FFFFF) != 0).int()
+
+
+def _squared_error(blocks: torch.Tensor, amax: torch.Tensor, divisor: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """Squared error of storing ``blocks`` (``[..., block]``) by ``divisor`` (``[...]``), fp32.
+
+    Quotients are rounded to a grid first, and then all sums are exact: the result does not depend on their order. It is
+    infinite where a block would reach too far beyond the largest code, as one does that saturates the block scale.
+    """
+    reach, step = SEARCH_GRID[fmt.block_scale]
+    inverse = 1.0 / divisor
+    grid = 1.5 * 2.0**23 * step  # a sum with it is rounded to a multiple of the step
+    scaled = (blocks.abs() * inverse.unsqueeze(-1) + grid) - grid
+    power = (scaled.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
+    align = power * (1.5 * 2.0**22)  # and one with this, to two bits
+    rounded = (scaled + align) - align
+    error = (scaled - rounded.clamp(max=E2M1_MAX)).square().sum(-1) * divisor * divisor
+    return torch.where(amax * inverse > reach, torch.inf, error)
 
 
 def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.Tensor) -> None:
     """Quantize ``x`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions`` (``[length]`` int64)."""
+    x = transform(x, fmt, buffers.centre)
     codes, block_scale = quantize(x, fmt, buffers.scale)
     buffers.codes.index_copy_(2, positions, codes)
     if block_scale is not None and buffers.block_scale is not None:
         _write_scales(buffers.block_scale, block_scale, positions)
+    if buffers.kept is not None:
+        is_kept = positions < buffers.kept.shape[2]
+        buffers.kept.index_copy_(2, positions[is_kept], x[:, :, is_kept].to(torch.bfloat16))
 
 
 def scale_rows(block_scale: torch.Tensor, length: int) -> torch.Tensor:
@@ -126,7 +205,7 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
     Returns:
         ``[batch, kv_heads, max_len, head_dim]`` in ``dtype``; the arithmetic is fp32.
     """
-    codes, block_scale, scale = buffers
+    codes, block_scale, scale, centre, kept = buffers
     if fmt.codec == "bf16":
         return codes.to(dtype)
     if fmt.codec in _FLOAT8:
@@ -137,10 +216,16 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
         magnitude = torch.tensor(E2M1_VALUES, device=codes.device)[(nibbles & 7).long()]
         value = torch.where(nibbles >= 8, -magnitude, magnitude)
         bits = scale_rows(block_scale, codes.shape[2])
-        per_block = bits.view(torch.float8_e4m3fn).float() if fmt.block_scale == "e4m3" else _decode_e8m0(bits)
-        value = value * per_block.repeat_interleave(fmt.block, dim=-1)
+        value = value * _decode_block_scale(bits, fmt).repeat_interleave(fmt.block, dim=-1)
     if fmt.tensor_scale:
         value = value * _per_head(scale)
+    if kept is not None:
+        value[:, :, : kept.shape[2]] = kept.float()
+    if fmt.rotated:
+        value = rotate(value)
+    if fmt.centred:
+        assert centre is not None
+        value = value + centre[:, None]
     return value.to(dtype)
 
 
@@ -220,6 +305,11 @@ def _per_head(scale: torch.Tensor | None) -> torch.Tensor:
     return scale.view(-1, 1, 1)
 
 
+def _decode_block_scale(bits: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """Block scales as fp32."""
+    return bits.view(torch.float8_e4m3fn).float() if fmt.block_scale == "e4m3" else _decode_e8m0(bits)
+
+
 def _decode_e8m0(bits: torch.Tensor) -> torch.Tensor:
     """``2 ** (bits - 127)`` as fp32; 255 is NaN, and 0 is the subnormal ``2 ** -127``."""
     exponent = bits.to(torch.int32)
@@ -227,12 +317,17 @@ def _decode_e8m0(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(exponent == E8M0_NAN, torch.nan, power)
 
 
-def _encode_e2m1(x: torch.Tensor, ties_to_even: bool) -> torch.Tensor:
-    """Nearest e2m1 code of ``x`` (saturating): sign in bit 3, magnitude index in bits 0 to 2. uint8."""
-    magnitude = x.abs()
+def _encode_e2m1(x: torch.Tensor, divisor: torch.Tensor, ties_to_even: bool) -> torch.Tensor:
+    """Nearest e2m1 codes of ``x / divisor`` (``[..., block]``, ``[...]``), saturating: sign in bit 3, magnitude index
+    in bits 0 to 2. uint8.
+
+    The quotient is not rounded first: in fp64, where a midpoint times the divisor is exact, ``x`` is compared with it.
+    """
+    magnitude, divisor = x.abs().double(), divisor.double().unsqueeze(-1)
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, midpoint in enumerate(E2M1_MIDPOINTS):
         # Midpoint `index` lies between codes `index` and `index + 1`: to even, a tie rises when `index` is odd.
-        rises = magnitude > midpoint if ties_to_even and index % 2 == 0 else magnitude >= midpoint
+        threshold = midpoint * divisor
+        rises = magnitude > threshold if ties_to_even and index % 2 == 0 else magnitude >= threshold
         code += rises.to(torch.uint8)
     return code | (x < 0).to(torch.uint8) << 3

@@ -32,45 +32,59 @@ class Scale:
 
     Attributes:
         scale: One value for all heads, or one per KV head; empty where ``format`` has no tensor scale.
-        format: Name of the format it was made for.
-        center: ``[kv_heads][head_dim]``: what was subtracted from every token before ``scale`` was measured.
+        format: Name of the format it was made for. With a centre it is a centred one: ``+centred`` is added if missing.
+        centre: ``[kv_heads][head_dim]``: what was subtracted from every token before ``scale`` was measured.
 
     Raises:
-        ValueError: A scale that is not positive and finite in float32, an unknown format, a ragged center.
+        ValueError: A scale that is not positive and finite in float32, an unknown format, a ragged centre.
     """
 
     scale: tuple[float, ...] = (1.0,)
     format: str = "fp8_e4m3"
-    center: tuple[tuple[float, ...], ...] | None = None
+    centre: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.centre is not None and not get_format(self.format).centred:
+            object.__setattr__(self, "format", get_format(f"{self.format}+centred").name)
         if bool(self.scale) != get_format(self.format).tensor_scale:
             what = "needs a scale" if not self.scale else "has no tensor scale, so it takes none"
             raise ValueError(f"format {self.format!r} {what}; got {self.scale}")
         for value in self.scale:
             if not _SMALLEST <= value <= _LARGEST:  # false for NaN
                 raise ValueError(f"scale is {value}; it must be positive, finite, and a normal float32 number")
-        if self.center is not None:
-            if len({len(row) for row in self.center}) != 1 or not all(map(math.isfinite, sum(self.center, ()))):
-                raise ValueError("center must be finite, with as many values for each head")
+        if self.centre is not None:
+            if len({len(row) for row in self.centre}) != 1 or not all(map(math.isfinite, sum(self.centre, ()))):
+                raise ValueError("centre must be finite, with as many values for each head")
 
     def tensor(self, fmt: KVFormat) -> torch.Tensor | None:
         """The scale to store ``fmt`` with: ``[1]`` or ``[kv_heads]`` float32; None where ``fmt`` has none.
 
-        Another format than the scale was made for gets it by the ratio of ranges. A cache does not subtract centers
-        (yet), so a scale measured around one is widened by ``max|center| / range``, with which nothing saturates.
+        Another format than the scale was made for gets it by the ratio of ranges. Where ``fmt`` does not subtract the
+        centre, the scale is widened by ``max|centre| / range``, with which nothing saturates.
 
         Raises:
-            ValueError: ``fmt`` needs a scale, and this was made for a format without one.
+            ValueError: ``fmt`` needs a scale, and this was made for a format without one; or one of the two is rotated,
+                and the other is not, so that their ranges have nothing to do with each other.
         """
         if not fmt.tensor_scale:
             return None
         if not self.scale:
             raise ValueError(f"scales made for {self.format!r} hold none for {fmt.name!r}; calibrate for {fmt.name!r}")
         scale, made_for = torch.tensor(self.scale, dtype=torch.float32), get_format(self.format)
-        if self.center is not None:
-            scale = scale + torch.tensor(self.center, dtype=torch.float32).abs().amax(-1) / made_for.range
-        return scale if made_for == fmt else scale * (made_for.range / fmt.range)
+        if made_for.rotated != fmt.rotated:
+            raise ValueError(
+                f"scales made for {self.format!r} do not fit {fmt.name!r}, as only one of them is rotated; "
+                f"calibrate for {fmt.name!r}"
+            )
+        if self.centre is not None and not fmt.centred:
+            scale = scale + torch.tensor(self.centre, dtype=torch.float32).abs().amax(-1) / made_for.range
+        return scale if made_for.range == fmt.range else scale * (made_for.range / fmt.range)
+
+    def centre_tensor(self, fmt: KVFormat) -> torch.Tensor | None:
+        """The centre to store ``fmt`` with, ``[kv_heads, head_dim]`` float32; None where there is none, or no need."""
+        if self.centre is None or not fmt.centred:
+            return None
+        return torch.tensor(self.centre, dtype=torch.float32)
 
 
 class ModelScales(NamedTuple):
@@ -133,16 +147,16 @@ def from_own(values: Mapping[str, Any], source: str) -> ModelScales:
 
 def _own_scale(entry: Mapping[str, Any], where: str) -> Scale:
     """One side of one layer of our schema."""
-    _check_keys(entry, ["format", "scale", "center"], where)
+    _check_keys(entry, ["format", "scale", "centre"], where)
     if not isinstance(entry.get("format"), str):
         _fail(where, f"format is {entry.get('format')!r}; it must be a format's name")
-    scale, center = entry.get("scale", []), entry.get("center")
-    if center is not None and not (isinstance(center, list) and all(isinstance(row, list) for row in center)):
-        _fail(where, "center must be a list with a list of numbers for each head")
+    scale, centre = entry.get("scale", []), entry.get("centre")
+    if centre is not None and not (isinstance(centre, list) and all(isinstance(row, list) for row in centre)):
+        _fail(where, "centre must be a list with a list of numbers for each head")
     numbers = scale if isinstance(scale, list) else [scale]
-    if not all(_is_number(x) for row in [numbers, *(center or [])] for x in row):
-        _fail(where, f"scale is {scale!r}; scale and center must be numbers")
-    rows = None if center is None else tuple(tuple(map(float, row)) for row in center)
+    if not all(_is_number(x) for row in [numbers, *(centre or [])] for x in row):
+        _fail(where, f"scale is {scale!r}; scale and centre must be numbers")
+    rows = None if centre is None else tuple(tuple(map(float, row)) for row in centre)
     try:
         return Scale(tuple(map(float, numbers)), entry["format"], rows)
     except ValueError as error:
@@ -200,15 +214,15 @@ def from_checkpoint(checkpoint: Checkpoint) -> ModelScales:
     factor = FNUZ_FACTOR if declared and declared.fnuz else 1.0
     layers, ones = {}, []
     for index in checkpoint.layers or sorted(found):
-        tensors, sides, centers = found.get(index, {}), [], []
+        tensors, sides, centres = found.get(index, {}), [], []
         for kind in ("k_scale", "v_scale"):
             entry = tensors.get(kind) or tensors.get("kv_scale")
             values = checkpoint.numbers(entry, index) if entry else None
             if values and min(values) <= 0 < max(values):
                 raise ValueError(f"{entry}: layer {index} has scales for some of its heads only: {values}")
             sides.append(tuple(v * factor for v in values) if values and min(values) > 0 else None)
-            center = tensors.get(kind.replace("scale", "bias"))
-            centers.append(checkpoint.rows(center, index) if center else None)
+            centre = tensors.get(kind.replace("scale", "bias"))
+            centres.append(checkpoint.rows(centre, index) if centre else None)
         if (sides[0] is None) != (sides[1] is None):
             name, other = ("k_scale", "v_scale") if sides[0] is None else ("v_scale", "k_scale")
             raise ValueError(f"layer {index} has a {other} in {tensors.get(other) or folder}, and no positive {name}")
@@ -216,8 +230,8 @@ def from_checkpoint(checkpoint: Checkpoint) -> ModelScales:
             ones.append(index)
         try:
             key, value = (
-                Scale((side or (1.0,)) if get_format(name).tensor_scale else (), name, center)
-                for side, name, center in zip(sides, formats, centers, strict=True)
+                Scale((side or (1.0,)) if get_format(name).tensor_scale else (), name, centre)
+                for side, name, centre in zip(sides, formats, centres, strict=True)
             )
         except ValueError as error:
             raise ValueError(f"{folder}: layer {index}: {error}") from error

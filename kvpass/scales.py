@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpass.checkpoint import Checkpoint
-from kvpass.formats import unknown_name
+from kvpass.formats import KVFormat, unknown_name
 from kvpass.scale_files import (
     SIDES,
     VERSION,
@@ -35,6 +35,15 @@ from kvpass.scale_files import (
 )
 
 
+class ScaleTensors(NamedTuple):
+    """Scales (``[1]`` or ``[kv_heads]``) and centres (``[kv_heads, head_dim]``) of a layer, float32; None for none."""
+
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
+    key_centre: torch.Tensor | None
+    value_centre: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class LayerScales:
     """Scales of one layer: its index among the model's layers, and those of K and V."""
@@ -42,6 +51,15 @@ class LayerScales:
     index: int
     key: Scale
     value: Scale
+
+    def tensors(self, key: KVFormat, value: KVFormat) -> ScaleTensors:
+        """What these formats take (:meth:`Scale.tensor`)."""
+        return ScaleTensors(
+            self.key.tensor(key),
+            self.value.tensor(value),
+            self.key.centre_tensor(key),
+            self.value.centre_tensor(value),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,8 +206,8 @@ class KVScales:
             for layer in self.layers
             for side, kind in zip(SIDES, ("k_scale", "v_scale"), strict=True)
         }
-        if any(getattr(layer, side).center for layer in self.layers for side in SIDES):
-            raise ValueError("centers cannot be written into a checkpoint; write JSON")
+        if any(getattr(layer, side).centre for layer in self.layers for side in SIDES):
+            raise ValueError("centres cannot be written into a checkpoint; write JSON")
         checkpoint.write_copy(Path(target), tensors, formats.pop(), layout)
 
     def __getitem__(self, index: int) -> LayerScales:
@@ -227,7 +245,7 @@ class KVScales:
         for layer in self.layers:
             for side in SIDES:
                 scale: Scale = getattr(layer, side)
-                for name, count in (("scales", len(scale.scale)), ("centers", len(scale.center or ()))):
+                for name, count in (("scales", len(scale.scale)), ("centres", len(scale.centre or ()))):
                     if count not in (0, heads) and (name, count) != ("scales", 1):
                         raise ValueError(
                             f"{self.source}: layer {layer.index} has {count} {name} for its {side}, and the model has "
@@ -253,7 +271,7 @@ class KVScales:
 
         def of(scale: Scale, index: int) -> Scale:
             own = scale.scale if len(scale.scale) <= 1 else part(scale.scale, index)
-            return replace(scale, scale=own, center=scale.center and part(scale.center, index))
+            return replace(scale, scale=own, centre=scale.centre and part(scale.centre, index))
 
         layers = tuple(LayerScales(i.index, of(i.key, i.index), of(i.value, i.index)) for i in self.layers)
         return replace(self, layers=layers, tp_size=tp_size)
@@ -262,11 +280,11 @@ class KVScales:
         """One scale per layer for K and V and all heads: the largest of each layer, with which nothing saturates."""
 
         def largest(layer: LayerScales) -> LayerScales:
-            one = replace(layer.key, scale=(max(layer.key.scale + layer.value.scale),), center=None)
+            one = replace(layer.key, scale=(max(layer.key.scale + layer.value.scale),), centre=None)
             return LayerScales(layer.index, one, one)
 
-        if any(i.key.format != i.value.format or i.key.center or i.value.center for i in self.layers):
-            raise ValueError("K and V cannot share a scale: their formats differ, or they are centered")
+        if any(i.key.format != i.value.format or i.key.centre or i.value.centre for i in self.layers):
+            raise ValueError("K and V cannot share a scale: their formats differ, or they are centred")
         return replace(self, layers=tuple(map(largest, self.layers)))
 
     @classmethod
@@ -277,7 +295,7 @@ class KVScales:
     def _to_sglang(self, tp_size: int) -> dict[str, Any]:
         for layer in self.layers:
             sides = layer.key, layer.value
-            if any(side.format != "fp8_e4m3" or side.center for side in sides):
+            if any(side.format != "fp8_e4m3" or side.centre for side in sides):
                 raise ValueError(
                     f"SGLang's schema holds plain fp8_e4m3 scales; layer {layer.index} is {layer.key.format}"
                 )
@@ -316,6 +334,6 @@ def _plain(scale: Scale) -> dict[str, Any]:
     found: dict[str, Any] = {"format": scale.format}
     if scale.scale:
         found["scale"] = scale.scale[0] if len(scale.scale) == 1 else list(scale.scale)
-    if scale.center is not None:
-        found["center"] = [list(row) for row in scale.center]
+    if scale.centre is not None:
+        found["centre"] = [list(row) for row in scale.centre]
     return found

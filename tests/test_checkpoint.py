@@ -149,9 +149,9 @@ class TestTheRightNumberInTheRightLayer:
         folder = write(tmp_path / "m", named(MODELOPT) | bias, modelopt=modelopt("NVFP4_AFFINE"))
         scales = KVScales.from_checkpoint(folder)
         for layer in scales.layers:
-            assert layer.key.format == "nvfp4"
+            assert layer.key.format == "nvfp4+centred"
             value = torch.tensor(number(layer.index, "k")).item()
-            assert layer.key.scale == (value,) and layer.key.center == ((value,) * DIM,) * HEADS
+            assert layer.key.scale == (value,) and layer.key.centre == ((value,) * DIM,) * HEADS
 
     def test_layers_of_multi_token_prediction_are_left_out(self, tmp_path):
         names = named(PLAIN, range(LAYERS + 1))

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from kvpass.config import KVQuantConfig
-from kvpass.scales import KVScales
+from kvpass.config import PRESETS, KVQuantConfig
+from kvpass.scale_files import Scale
+from kvpass.scales import KVScales, LayerScales
 
 
 def test_a_name_a_dictionary_and_a_config_are_the_same():
@@ -188,3 +189,50 @@ class TestScales:
         (tmp_path / "kv.yaml").write_text("fromat: nvfp4\n")
         with pytest.raises(ValueError, match="kv.yaml: unknown configuration key 'fromat'.*Did you mean 'format'"):
             KVQuantConfig.from_file(tmp_path / "kv.yaml")
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", sorted(PRESETS))
+    def test_wherever_a_configuration_is_taken(self, name):
+        config = KVQuantConfig.preset(name)
+        assert KVQuantConfig.of(name) == KVQuantConfig.from_dict({"format": name}) == config
+        assert KVQuantConfig.from_dict(config.to_dict()) == config
+        for field, value in PRESETS[name].items():
+            assert f"{field}={value!r}" in repr(config)
+
+    def test_fields_beside_it_win(self):
+        config = KVQuantConfig.from_dict({"format": "compact", "keep_first": 8, "strict": True})
+        assert config == KVQuantConfig.preset("compact", keep_first=8, strict=True)
+        assert (config.keep_first, config.value.name) == (8, "nvfp4+sweep")
+
+    def test_unknown(self):
+        with pytest.raises(ValueError, match="unknown preset 'compct'; known: fast, .*Did you mean 'compact'"):
+            KVQuantConfig.preset("compct")
+        with pytest.raises(ValueError, match=r"'fast' is no format but a preset: write KVQuantConfig.preset\('fast'\)"):
+            KVQuantConfig("fast")
+
+
+class TestDerivedFormats:
+    def test_wherever_a_formats_name_is_taken(self):
+        config = KVQuantConfig("nvfp4+rotated+centred", layers={2: "fp8_e4m3+centred"}, skip_layers=[0])
+        assert config.layer(1).key.name == "nvfp4+centred+rotated"
+        assert config.layer(2).value.name == "fp8_e4m3+centred" and config.layer(0).key.name == "bf16"
+        assert KVQuantConfig.from_dict(config.to_dict()) == config
+        with pytest.raises(ValueError, match="suffix of format 'nvfp4'"):
+            KVQuantConfig(layers={2: "nvfp4+turned"})
+
+    @pytest.mark.parametrize("keep_first", [-1, 65, 1.5, True])
+    def test_keep_first_out_of_range(self, keep_first):
+        with pytest.raises(ValueError, match="keep_first is .*; it must be a whole number from 0 to 64"):
+            KVQuantConfig(keep_first=keep_first)
+
+    def test_centres_of_scales(self):
+        scale = Scale((0.5,), "fp8_e4m3", ((1.0, 2.0), (3.0, 4.0)))
+        scales = KVScales((LayerScales(0, scale, Scale((0.25,))),))
+        config = KVQuantConfig.from_scales(scales, keep_first=4)
+        assert (config.key.name, config.value.name) == ("fp8_e4m3+centred", "fp8_e4m3")
+        layer = config.layer(0)
+        assert layer.key_centre.tolist() == [[1.0, 2.0], [3.0, 4.0]] and layer.value_centre is None
+        assert layer.key_scale.tolist() == [0.5] and layer.keep_first == 4
+        with pytest.raises(ValueError, match=r"layer 0: scales made for 'fp8_e4m3\+centred' do not fit"):
+            KVQuantConfig("nvfp4+rotated", scales=scales).layer(0)

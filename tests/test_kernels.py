@@ -36,7 +36,8 @@ GPU = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"
 register_format(KVFormat("test_mx_block32", "e2m1", block_scale="e8m0", block=32))
 register_format(KVFormat("test_nvfp4_block32", "e2m1", block_scale="e4m3", block=32, tensor_scale=True))
 register_format(KVFormat("test_e4m3_plain", "e4m3"))
-FORMATS = format_names()
+DERIVED = ("nvfp4+4over6", "fp4_mx_block16+sweep", "fp8_e4m3+centred+rotated", "nvfp4+centred+rotated+sweep")
+FORMATS = (*format_names(), *DERIVED)
 FP4 = tuple(name for name in FORMATS if get_format(name).codec == "e2m1")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -61,14 +62,19 @@ def poisoned_allocations(monkeypatch):
     torch.manual_seed(0)
 
 
-def poisoned_buffers(fmt: KVFormat, batch: int, kv_heads: int, max_len: int, head_dim: int) -> KVBuffers:
-    """Buffers (on the CPU) of which every byte is 0xFF, a NaN of every encoding, and another scale for each head."""
-    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu")
+def poisoned_buffers(fmt: KVFormat, batch: int, kv_heads: int, max_len: int, head_dim: int, keep: int = 0) -> KVBuffers:
+    """Buffers (on the CPU) of which every byte is 0xFF, a NaN of every encoding, and another scale and centre for each
+    head."""
+    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu", keep=keep)
     buffers.codes.view(torch.uint8).fill_(0xFF)
     if buffers.block_scale is not None:
         buffers.block_scale.fill_(0xFF)
     if buffers.scale is not None:
         buffers.scale.copy_(torch.tensor([0.37, 1.9, 1.0, 0.05, 11.0])[torch.arange(kv_heads) % 5])
+    if buffers.centre is not None:
+        buffers.centre.copy_(torch.linspace(-3.0, 2.0, kv_heads * head_dim).view(kv_heads, head_dim))
+    if buffers.kept is not None:
+        buffers.kept.fill_(torch.nan)
     return buffers
 
 
@@ -90,6 +96,8 @@ def assert_same_bytes(actual: KVBuffers, expected: KVBuffers) -> None:
     if expected.block_scale is not None:
         different = (actual.block_scale.cpu() != expected.block_scale.cpu()).nonzero()
         assert not len(different), f"{len(different)} block scales differ, the first at {different[0].tolist()}"
+    if expected.kept is not None:
+        assert_same_values(actual.kept, expected.kept)
 
 
 def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -116,11 +124,12 @@ def launch_attention(query, key, value, positions, mask, *arguments, softcap=0.0
     )
 
 
-def check_store(key, value, positions, key_format, value_format, max_len):
+def check_store(key, value, positions, key_format, value_format, max_len, keep=0):
     """Store by kernel and by reference into poisoned buffers: the same bytes, also where nothing was written."""
     key_row, value_row = get_format(key_format), get_format(value_format)
     expected = [
-        poisoned_buffers(row, *x.shape[:2], max_len, x.shape[3]) for row, x in ((key_row, key), (value_row, value))
+        poisoned_buffers(row, *x.shape[:2], max_len, x.shape[3], keep)
+        for row, x in ((key_row, key), (value_row, value))
     ]
     actual = [to_device(clone(buffers)) for buffers in expected]
     fits = (positions >= 0) & (positions < max_len)
@@ -201,6 +210,42 @@ def test_store_takes_strided_inputs_and_formats_and_head_dims_of_their_own():
     check_store(latent, rotary, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
 
 
+@pytest.mark.parametrize("name", ["mxfp4+sweep", "test_nvfp4_block32+sweep", "fp8_e5m2+rotated", "nvfp4+centred"])
+def test_store_of_further_derived_formats(name):
+    key, value = spread(2, 2, 18, 96).to(BF16), spread(2, 2, 18, 64).to(BF16)
+    check_store(key, value, torch.arange(18) + 3, name, name, 30)
+
+
+def test_store_chooses_the_scale_of_blocks_in_every_binade():
+    x = torch.exp2(torch.linspace(-20, 14, 64)).view(1, 1, -1, 1) * torch.randn(1, 1, 64, 64)
+    for name in ("nvfp4+sweep", "nvfp4+4over6", "fp4_mx_block16+sweep"):
+        check_store(x, -x, torch.arange(64), name, name, 64)
+
+
+def test_store_compares_with_the_product_as_it_is_not_as_it_is_rounded():
+    # Values next to a midpoint times a scale of 24 bits, where a quotient in fp32 is often rounded onto the midpoint.
+    fmt, scale = get_format("nvfp4"), 1.0 + 2.0**-23 * 5592405
+    midpoints = torch.tensor(reference.E2M1_MIDPOINTS, dtype=torch.float64).repeat(2)
+    x = torch.zeros(1, 1, 9, 16)
+    x[..., 0] = 6 * scale
+    products = (midpoints * scale).to(FP32).view(torch.int32)
+    for steps in range(9):
+        x[0, 0, steps, 1:15] = (products + steps - 4).view(FP32)
+    buffers = [fmt.allocate(1, 1, 9, 16, DEVICE, torch.tensor([scale])) for _ in range(2)]
+    launch_store(x.to(DEVICE), x.to(DEVICE), torch.arange(9), *buffers, "nvfp4", "nvfp4")
+    codes = buffers[0].codes.cpu()
+    nibbles = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)[0, 0, :, 1:15]
+    rises = x[0, 0, :, 1:15].double() > midpoints * scale
+    assert torch.equal(nibbles - torch.arange(7).repeat(2), rises.to(torch.uint8))
+    assert rises.any() and not rises.all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4+centred+rotated", "fp8_e4m3", "bf16"])
+def test_store_keeps_the_first_slots(name):
+    x = spread(2, 2, 7, 64).to(BF16)
+    check_store(x, x, torch.arange(7) + 2, name, name, 40, keep=4)
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "bf16"])
 def test_store_skips_slots_outside_the_cache(name):
     x = spread(1, 2, 4, 64)
@@ -225,18 +270,21 @@ def test_dequantize_decodes_every_code(name, dtype):
         buffers.block_scale.copy_(torch.randperm(buffers.block_scale.numel()).view_as(buffers.block_scale) % 256)
     if buffers.scale is not None:
         buffers.scale.copy_(torch.tensor([0.37, 1.9]))
+    if buffers.centre is not None:
+        buffers.centre.normal_()
     actual = dequantize(*to_device(buffers), torch.tensor([max_len - 1], device=DEVICE), name, dtype)
     assert_same_values(actual, reference.dequantize(buffers, fmt, dtype))
 
 
 @pytest.mark.parametrize("length", [1, 33, *wide(15, 16, 17, 63)])
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16"])
-@pytest.mark.parametrize("head_dim", [80, 512])
-def test_dequantize_is_zero_past_the_length(name, length, head_dim):
+@pytest.mark.parametrize("head_dim, keep", [(80, 0), (80, 4), (512, 0)])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4+centred+rotated", "fp4_mx_block16+centred"])
+def test_dequantize_is_zero_past_the_length(name, length, head_dim, keep):
     from kvpass.kernels.dequantize import dequantize
 
-    fmt = get_format(name)
-    buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim)
+    fmt = get_format(name if head_dim <= 256 else name.removesuffix("+rotated"))  # 256 is as much as is rotated
+    name = fmt.name
+    buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim, keep)
     reference.write(buffers, fmt, spread(2, 2, length, head_dim), torch.arange(length))
     actual = dequantize(*to_device(buffers), torch.arange(length, device=DEVICE), name, BF16)
     assert_same_values(actual[:, :, :length], reference.dequantize(buffers.first(length), fmt, BF16))
@@ -248,10 +296,12 @@ def test_dequantize_is_zero_past_the_length(name, length, head_dim):
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-def make_cache(name: str, batch: int, kv_heads: int, max_len: int, head_dim: int, length: int) -> KVBuffers:
+def make_cache(
+    name: str, batch: int, kv_heads: int, max_len: int, head_dim: int, length: int, keep: int = 0
+) -> KVBuffers:
     """A cache with ``length`` random tokens on the device, poisoned past them."""
     fmt = get_format(name)
-    buffers = poisoned_buffers(fmt, batch, kv_heads, max_len, head_dim)
+    buffers = poisoned_buffers(fmt, batch, kv_heads, max_len, head_dim, keep)
     if buffers.scale is not None:
         buffers.scale.clamp_(max=2)
     buffers = to_device(buffers)
@@ -277,6 +327,7 @@ def check_attention(
     query_scale=1.0,
     softcap=0.0,
     sinks=None,
+    keep=0,
 ):
     """Kernel, and SDPA in the query's dtype on the decoded K and V, against fp64 on the same bytes.
 
@@ -286,8 +337,8 @@ def check_attention(
     """
     value_format, value_dim = value_format or key_format, value_dim or head_dim
     max_len = max_len or length + 9
-    key = make_cache(key_format, batch, kv_heads, max_len, head_dim, length)
-    value = make_cache(value_format, batch, kv_heads, max_len, value_dim, length)
+    key = make_cache(key_format, batch, kv_heads, max_len, head_dim, length, keep)
+    value = make_cache(value_format, batch, kv_heads, max_len, value_dim, length, keep)
     query = torch.randn(batch, query_len, kv_heads * group, head_dim).mul(query_scale).to(dtype).transpose(1, 2)
     positions = torch.arange(length - query_len, length)
     scale = head_dim**-0.5 / query_scale
@@ -472,6 +523,50 @@ def test_attention_with_a_sink_out_of_all_proportion(sink, length, max_len):
         assert (out == 0).all()
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize(
+    "key_format, value_format",
+    [
+        ("fp8_e4m3+centred+rotated", "nvfp4+4over6"),
+        ("nvfp4+centred+rotated+sweep", "nvfp4+centred"),
+        *wide(("nvfp4+rotated", "fp8_e4m3+centred+rotated"), ("fp4_mx_block16+centred", "bf16")),
+    ],
+)
+def test_attention_undoes_transforms_and_reads_what_is_kept(key_format, value_format, keep):
+    blind = masks(2, 4, 2, 110)["rows that see nothing"]
+    for length in (100, 3):
+        check_attention(
+            key_format, value_format, query_len=2, length=length, max_len=110, batch=2, group=2, keep=keep,
+            mask=blind,
+        )  # fmt: skip
+    check_attention(key_format, value_format, head_dim=96, query_len=20, length=33, is_causal=True, keep=keep)
+
+
+@pytest.mark.parametrize("softcap, with_sinks", [(1.5, False), (0.0, True), (1.5, True)])
+@pytest.mark.parametrize("length, max_len", [(40, 40), (150, 400)])
+@pytest.mark.parametrize("name, keep", [("fp8_e4m3+centred+rotated", 0), ("nvfp4+centred", 4), ("nvfp4", 4)])
+def test_attention_with_softcap_and_sinks_over_transforms(name, keep, softcap, with_sinks, length, max_len):
+    """A centre shifts all scores of a row, which neither a softcap nor a sink bears."""
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 4.0, 1.0]).bfloat16() if with_sinks else None
+    check_attention(
+        name, "nvfp4", length=length, max_len=max_len, group=3, query_scale=0.25, softcap=softcap, sinks=sinks,
+        keep=keep, batch=2, mask=masks(2, 6, 1, max_len)["left padding"],
+    )  # fmt: skip
+
+
+def test_attention_with_sinks_over_a_centred_value_is_refused():
+    key, value = (make_cache(name, 1, 2, 40, 64, 40) for name in ("fp8_e4m3", "nvfp4+centred"))
+    query, last = torch.randn(1, 2, 1, 64, dtype=BF16), torch.tensor([39])
+    arguments = (last, None, 0.125, False, "fp8_e4m3", "nvfp4+centred")
+    with pytest.raises(NotImplementedError, match="nvfp4.centred"):
+        launch_attention(query, key, value, *arguments, sinks=torch.zeros(2, device=DEVICE))
+
+
+def test_attention_of_rotated_values():
+    check_attention("fp8_e4m3", "nvfp4+centred+rotated", head_dim=80, dtype=FP16, length=70)
+    check_attention("bf16", "fp8_e4m3+rotated", query_len=2, length=40)
+
+
 @pytest.mark.parametrize("query_scale", [2.0**-40, 2.0**60])
 def test_attention_of_queries_outside_the_range_of_fp16(query_scale):
     check_attention("nvfp4", query_scale=query_scale)
@@ -555,7 +650,8 @@ def test_unsupported_inputs_are_named():
         (lambda: store(x, x[:, :1], positions, *buffers, *buffers, "nvfp4", "nvfp4"), "value is"),
         (lambda: store(x, x, positions, *buffers, *buffers, "nvfp4", "fp4_mx_block16"), "value_scale is given"),
         (lambda: dequantize(*buffers, positions, "nvfp4", torch.float64), "cannot dequantize to torch.float64"),
-        (lambda: dequantize(buffers.codes, None, buffers.scale, positions, "nvfp4", BF16), "block_scale is missing"),
+        (lambda: dequantize(*buffers._replace(block_scale=None), positions, "nvfp4", BF16), "block_scale is missing"),
+        (lambda: dequantize(*buffers, positions, "nvfp4+centred", BF16), "cache_centre is missing"),
         (lambda: attend(query.double()), "query is torch.float64"),
         (lambda: attend(query[:, :3]), "a multiple of 2"),
         (lambda: attend(query[..., :32]), "this cache takes"),

@@ -181,3 +181,116 @@ def test_a_row_that_sees_nothing_is_zero_and_nan_is_not_hidden():
     assert (out[0, 0, 0] == 0).all() and (out[0, 0, 1] != 0).all()
     k[0, 0, 0] = NAN
     assert reference.attention(q, k, k, torch.tensor([1, 2]), mask, 1.0, False)[0, 0, 1].isnan().all()
+
+
+def test_mxfp4_block_by_hand():
+    # amax 7 gives 2 ** (floor(log2(7)) - 2) = 1: what lies above 6 saturates, and ties go to the even code.
+    row = [7.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -7.0, -0.25, 6.0, 0.0, -0.5, 1.0, 4.0, 4.99] + [0.0] * 16
+    codes, scales = quantize_row(row, "mxfp4")
+    assert codes[:16] == [7, 0, 2, 2, 4, 4, 6, 6, 8 | 7, 8, 7, 0, 8 | 1, 2, 6, 6]
+    assert scales == [127]
+    assert quantize_row([8.0] * 32, "mxfp4") == ([6] * 32, [128])  # exactly 4 times 2**1
+    assert quantize_row([0.0] * 32, "mxfp4") == ([0] * 32, [0])
+
+
+class TestSearch:
+    def test_4over6_by_hand(self):
+        # By amax / 6 = 1 the tens fives err by 1 each; by amax / 4 = 1.5 they are 4 * 1.5 - 1 and 6 is exact.
+        row = [6.0] + [4.5] * 15
+        assert quantize_row(row, "nvfp4") == ([7] + [6] * 15, [0x38])
+        assert quantize_row(row, "nvfp4+4over6") == ([6] + [5] * 15, [0x3C])  # e4m3 of 1.5
+
+    def test_4over6_keeps_the_rule_where_it_is_as_good(self):
+        for row in ([6.0] * 16, [0.0] * 16, [6.0, 4.0, 3.0, 2.0] * 4):
+            assert quantize_row(row, "nvfp4+4over6") == quantize_row(row, "nvfp4")
+
+    def test_sweep_by_hand(self):
+        # With the scale 1.125 the codes 6, 4 and 3 are exact; amax / 6 is 1.125 too, amax / 4 is not.
+        row = [6.75, 4.5, 3.375] + [0.0] * 13
+        assert quantize_row(row, "nvfp4+sweep") == quantize_row(row, "nvfp4")
+        # Nothing but 5: any scale with 5 / scale in {4, 6, 3} is exact; the rule's 5 / 6 is not an e4m3 number.
+        codes, scales = quantize_row([5.0] * 16, "nvfp4+sweep")
+        assert (codes, scales) == ([6] * 16, [0x3A])  # 1.25, five codes above e4m3(5 / 6)
+
+    def test_sweep_of_exponents(self):
+        # amax 6.1 needs 2; by half of that all the ones and halves are exact, and 6.1 saturates to 6.
+        row = [6.1] + [0.5, 1.0, -0.5] * 5
+        assert quantize_row(row, "fp4_mx_block16")[1] == [128]
+        codes, scales = quantize_row(row, "fp4_mx_block16+sweep")
+        assert (codes, scales) == ([7] + [1, 2, 8 | 1] * 5, [127])
+
+    def test_a_block_that_would_underflow_keeps_what_it_can(self):
+        assert quantize_row([0.005, -0.005] * 8, "nvfp4+sweep") == ([1, 8 | 1] * 8, [5])  # 0.5 * 5 * 2**-9 = 0.0049
+        assert quantize_row([0.0] * 16, "nvfp4+sweep") == ([0] * 16, [0])
+
+    @pytest.mark.parametrize("name", ["nvfp4+4over6", "nvfp4+sweep", "fp4_mx_block16+sweep", "mxfp4+sweep"])
+    def test_never_worse_than_the_rule_and_often_better(self, name):
+        torch.manual_seed(0)
+        x = torch.randn(2, 2, 64, 64) * torch.rand(64)
+        errors = [
+            (round_trip(x, get_format(n)) - x).double().square().unflatten(-1, (-1, get_format(n).block)).sum(-1)
+            for n in (name, name.split("+")[0])
+        ]
+        assert (errors[0] <= errors[1] * 1.05).all()  # the search rounds values before it compares
+        assert errors[0].sum() < 0.97 * errors[1].sum()
+
+    @pytest.mark.parametrize("value", [NAN, INF])
+    def test_special_values_end_as_without_a_search(self, value):
+        row = [value, 1.0] + [0.5] * 14
+        assert quantize_row(row, "nvfp4+sweep") == quantize_row(row, "nvfp4")
+
+
+class TestRotation:
+    @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+    def test_is_symmetric_and_orthonormal(self, head_dim):
+        matrix = reference.rotate(torch.eye(head_dim, dtype=torch.float64))
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(head_dim, dtype=torch.float64))
+        assert torch.equal(matrix, matrix.T)
+
+    def test_by_hand(self):
+        signs = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]).float()
+        expected = torch.kron(signs, signs) / 4  # Sylvester's construction
+        assert torch.equal(reference.rotate(torch.eye(16)), expected)
+        twice = reference.rotate(torch.eye(48))  # three blocks of 16, since 48 is no power of two
+        assert torch.equal(twice, torch.block_diag(expected, expected, expected))
+
+    def test_spreads_an_outlier(self):
+        x = torch.zeros(1, 1, 1, 64)
+        x[..., 5] = 768.0
+        assert (round_trip(x, get_format("fp8_e4m3")) - x).abs().max() == 768 - 448
+        assert torch.equal(round_trip(x, get_format("fp8_e4m3+rotated")), x)  # 96 in each place
+
+
+class TestCentring:
+    @pytest.mark.parametrize("transforms", ["+centred", "+centred+rotated"])
+    def test_any_centre_is_exact_but_for_the_rounding_of_codes(self, transforms):
+        torch.manual_seed(0)
+        x, offset = torch.randn(1, 2, 9, 64), 300 * torch.randn(2, 64)
+        fmt = get_format("fp8_e4m3" + transforms)
+        buffers = fmt.allocate(1, 2, 9, 64, "cpu", centre=offset)
+        reference.write(buffers, fmt, x + offset[:, None], torch.arange(9))
+        assert (reference.dequantize(buffers, fmt) - offset[:, None] - x).abs().max() < 0.2
+
+    def test_softmax_does_not_see_the_centre_of_keys(self):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, 2, 9, 32, dtype=torch.float64) for _ in range(3))
+        centre = 20 * torch.randn(1, 2, 1, 32, dtype=torch.float64)
+        arguments = torch.arange(9), None, 32**-0.5, True
+        plain = reference.attention(query, key, value, *arguments)
+        torch.testing.assert_close(reference.attention(query, key - centre, value, *arguments), plain)
+        moved = reference.attention(query, key, value - centre, *arguments)
+        torch.testing.assert_close(moved + centre, plain)
+        rotated = reference.attention(reference.rotate(query), reference.rotate(key), value, *arguments)
+        torch.testing.assert_close(rotated, plain)
+
+
+def test_kept_slots_read_back_as_bf16():
+    fmt, x = get_format("nvfp4+centred+rotated"), torch.randn(1, 2, 9, 64)
+    buffers = fmt.allocate(1, 2, 16, 64, "cpu", centre=torch.full((2, 64), 5.0), keep=4)
+    codes = fmt.allocate(1, 2, 16, 64, "cpu", centre=torch.full((2, 64), 5.0))
+    for stored in (buffers, codes):
+        reference.write(stored, fmt, x, torch.arange(9))
+    error = (reference.dequantize(buffers, fmt)[:, :, :9] - x).abs()
+    assert error[:, :, :4].max() < 0.06 and error[:, :, 4:].mean() > 0.1
+    assert torch.equal(buffers.codes, codes.codes)  # the quantized copy is there as well
+    assert torch.equal(reference.dequantize(buffers.first(2), fmt), reference.dequantize(buffers, fmt)[:, :, :2])

@@ -19,7 +19,7 @@ def own(**changes):
         "layers": {
             "0": {
                 "key": {"format": "fp8_e4m3", "scale": 0.1},
-                "value": {"format": "nvfp4", "scale": [0.001, 0.0003], "center": [[0.5, -1.0], [0.25, 0.0]]},
+                "value": {"format": "nvfp4", "scale": [0.001, 0.0003], "centre": [[0.5, -1.0], [0.25, 0.0]]},
             },
             "1": {"key": {"format": "fp8_e5m2", "scale": 3e-05}, "value": {"format": "fp4_mx_block16"}},
         },
@@ -86,8 +86,8 @@ class TestOwnSchema:
             (lambda v: v["layers"]["0"]["key"].pop("scale"), "layer 0, key: format 'fp8_e4m3' needs a scale"),
             (lambda v: v["layers"]["1"]["value"].update(scale=1.0), "layer 1, value: .* has no tensor scale"),
             (lambda v: v["layers"]["0"]["key"].update(format="fp8"), "layer 0, key: unknown KV format 'fp8'"),
-            (lambda v: v["layers"]["0"]["key"].update(center=[[1.0], [1.0, 2.0]]), "layer 0, key: center must be"),
-            (lambda v: v["layers"]["0"]["key"].update(center=0.5), "layer 0, key: center must be a list"),
+            (lambda v: v["layers"]["0"]["key"].update(centre=[[1.0], [1.0, 2.0]]), "layer 0, key: centre must be"),
+            (lambda v: v["layers"]["0"]["key"].update(centre=0.5), "layer 0, key: centre must be a list"),
         ],
     )
     def test_what_is_refused_names_file_and_layer(self, tmp_path, change, message):
@@ -237,7 +237,7 @@ class TestFormats:
         with pytest.raises(ValueError, match=f"scales made for {name!r} hold none for 'nvfp4'"):
             Scale((), name).tensor(get_format("nvfp4"))
 
-    def test_a_scale_around_a_center_is_widened_so_that_nothing_saturates(self):
+    def test_a_scale_around_a_centre_is_widened_so_that_nothing_saturates(self):
         scale = Scale((1.0, 2.0), "fp8_e4m3", ((448.0, -896.0), (0.0, 1.0)))
         widened = scale.tensor(get_format("fp8_e4m3"))
         torch.testing.assert_close(widened, torch.tensor([1.0 + 2.0, 2.0 + 1 / 448]))

@@ -155,6 +155,8 @@ class Case:
         if buffers.scale is not None:
             reach = CODECS[fmt.codec].max * (CODECS["e4m3"].max if fmt.block_scale == "e4m3" else 1.0)
             buffers.scale.copy_(torch.linspace(1.0, 1.5, shape.kv_heads) * (LARGEST / reach))
+        if buffers.centre is not None:
+            buffers.centre.copy_(torch.linspace(-1.0, 1.0, buffers.centre.numel()).view_as(buffers.centre))
         return buffers
 
     def _fill(self) -> None:
@@ -169,9 +171,7 @@ class Case:
             self.key[chunk, :, : shape.tokens] = key
             self.value[chunk, :, : shape.tokens] = value
             for (key_format, value_format), pair in self.stored.items():
-                parts = [
-                    (b.codes[chunk], None if b.block_scale is None else b.block_scale[chunk], b.scale) for b in pair
-                ]
+                parts = [buffers.map_batch(lambda tensor: tensor[chunk]) for buffers in pair]  # noqa: B023
                 ops.store(key, value, slots, *parts[0], *parts[1], key_format.name, value_format.name)
 
 
@@ -275,15 +275,11 @@ def check(case: Case, variant: Variant, output: Tensor) -> Check:
 
 
 def _clone(buffers: KVBuffers) -> KVBuffers:
-    codes, block_scale, scale = buffers
-    return KVBuffers(codes.clone(), None if block_scale is None else block_scale.clone(), scale)
+    return buffers.map_batch(torch.Tensor.clone)
 
 
 def _decode(buffers: KVBuffers, fmt: KVFormat, row: int, head: int, tokens: int) -> Tensor:
     """``[tokens, head_dim]`` fp64."""
-    codes, block_scale, scale = buffers
-    here = (slice(row, row + 1), slice(head, head + 1))
-    part = KVBuffers(
-        codes[here], None if block_scale is None else block_scale[here], None if scale is None else scale[here[1]]
-    )
-    return reference.dequantize(part.first(tokens), fmt, torch.float64)[0, 0]
+    own = buffers.map_batch(lambda tensor: tensor[row : row + 1, head : head + 1])
+    scale, centre = (None if t is None else t[head : head + 1] for t in (buffers.scale, buffers.centre))
+    return reference.dequantize(own._replace(scale=scale, centre=centre).first(tokens), fmt, torch.float64)[0, 0]

@@ -76,6 +76,8 @@ class StoreCase:
                 tensor.view(torch.uint8).fill_(0xFF)
         if buffers.scale is not None:
             buffers.scale.copy_(torch.linspace(TENSOR_SCALE, 2 * TENSOR_SCALE, shape.kv_heads))
+        if buffers.centre is not None:
+            buffers.centre.copy_(torch.linspace(-1.0, 1.0, buffers.centre.numel()).view_as(buffers.centre))
         return buffers
 
     def store_bytes(self, pair: Pair) -> int:
@@ -166,8 +168,8 @@ def wrong_bytes(x: Tensor, stored: KVBuffers, fmt: KVFormat, positions: Tensor) 
     length = x.shape[2]
     step = -(-length // max(1, CHECKED_TOKENS // x.shape[0]))
     sample = torch.arange(length - 1, -1, -step, device=x.device)
-    scale = None if stored.scale is None else stored.scale.cpu()
-    codes, scales = reference.quantize(x[:, :, sample].cpu(), fmt, scale)
+    scale, centre = (None if t is None else t.cpu() for t in (stored.scale, stored.centre))
+    codes, scales = reference.quantize(reference.transform(x[:, :, sample].cpu(), fmt, centre), fmt, scale)
     slots = positions[sample]
     found = stored.codes[:, :, slots].cpu().contiguous()
     wrong = int((found.view(torch.uint8) != codes.contiguous().view(torch.uint8)).sum())

@@ -24,6 +24,8 @@ from torch import fx
 from torch._dynamo.source import GetItemSource
 
 import kvpass.ops  # noqa: F401  the operators below are registered there
+from kvpass.config import KVQuantConfig
+from kvpass.formats import get_format
 from kvpass.fx_passes import eager, sdpa
 from kvpass.fx_passes.forms import Added, Attention, Unrecognized, example, name_of
 
@@ -43,7 +45,7 @@ class QuantizedRead:
 
     Attributes:
         node: The ``kvpass::dequantize``.
-        buffers: Nodes of codes, block scales and scale (None where the format has none).
+        buffers: Nodes of the :class:`kvpass.formats.KVBuffers` (None where there is none).
         positions: Node of the slots of this call's tokens.
         format: The format's name.
     """
@@ -128,17 +130,18 @@ class Rejected:
 Match = Site | Exact | Rejected
 
 
-def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
+def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Match]:
     """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order.
 
     Args:
-        by_layer: Whether the layers of a ``StaticCache`` are not all stored alike, so that a site must know its own.
+        config: How a ``StaticCache`` is to be stored; None for the defaults.
     """
     matches: list[Match] = []
     accounted: set[fx.Node] = set()
     ends: set[fx.Node] = set()  # a read that gets here has a match that speaks for it
+    config = config or KVQuantConfig()
     for found in (*sdpa.find(graph), *eager.find(graph)):
-        match = _match_attention(found, by_layer) if isinstance(found, Attention) else _match_unrecognized(found)
+        match = _match_attention(found, config) if isinstance(found, Attention) else _match_unrecognized(found)
         if match is None:
             continue
         matches.append(match)
@@ -194,7 +197,7 @@ def _match_unrecognized(found: Unrecognized) -> Rejected | None:
     return Rejected(found.node, layer_of(found.node), reason)
 
 
-def _match_attention(call: Attention, by_layer: bool) -> Match:
+def _match_attention(call: Attention, config: KVQuantConfig) -> Match:
     node, layer = call.node, layer_of(call.node)
     if _stores_fresh(call.key, call.value):
         return Exact(node, layer)
@@ -207,7 +210,7 @@ def _match_attention(call: Attention, by_layer: bool) -> Match:
     (_, key_node, key), (_, value_node, value) = sides
     if isinstance(key, StaticRead) and sdpa.is_causal(node) and _is_cut(key_node) and _is_cut(value_node):
         return Exact(node, layer)  # the prompt in an empty static cache, still bf16
-    if reason := _obstacle(call, key, value, by_layer):
+    if reason := _obstacle(call, key, value, config):
         return Rejected(node, layer, reason)
     consumed = list(call.inner)
     for name, source, read in sides:
@@ -225,7 +228,7 @@ def _match_attention(call: Attention, by_layer: bool) -> Match:
 
 
 def _obstacle(
-    call: Attention, key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead, by_layer: bool
+    call: Attention, key: QuantizedRead | StaticRead, value: QuantizedRead | StaticRead, config: KVQuantConfig
 ) -> str | None:
     """What the fused attention cannot express, or None."""
     query, (_, kv_heads, slots, _) = example(call.query), example(key.source).shape
@@ -233,7 +236,7 @@ def _obstacle(
         return "K and V come from caches of different kinds"
     if key.positions is not value.positions:
         return "K and V are written at different positions"
-    if by_layer and isinstance(key, StaticRead) and isinstance(value, StaticRead):
+    if config.differs_by_layer and isinstance(key, StaticRead) and isinstance(value, StaticRead):
         if key.index is None or key.index != value.index:
             return (
                 "formats or scales differ from layer to layer, and which layer of a cache the buffers of K and V "
@@ -246,6 +249,10 @@ def _obstacle(
     for name, read in (("K", key), ("V", value)):
         if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
             return f"the {name} buffer is allocated in this graph; the next one can be fused"
+    if call.sinks is not None:
+        stored = get_format(value.format) if isinstance(value, QuantizedRead) else config.layer(value.index or 0).value
+        if stored.centred:
+            return f"it has attention sinks, which a centred V ({stored.name!r}) cannot be fused with"
     if query.dim() != 4:
         return f"its query has {query.dim()} dimensions; 4 are needed (batch, heads, length, head_dim)"
     if query.shape[2] != (count := example(key.positions).shape[0]):
@@ -321,8 +328,8 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     """Where K or V comes from, or what is in the way (worded to follow the word K or V)."""
     source, _ = _peel(_before_cut(node))
     if source.target is DEQUANTIZE:
-        codes, block_scale, scale, positions, format, _ = source.args
-        return QuantizedRead(source, (codes, block_scale, scale), positions, format)  # type: ignore[arg-type]
+        *buffers, positions, format, _ = source.args
+        return QuantizedRead(source, tuple(buffers), positions, format)  # type: ignore[arg-type]
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):

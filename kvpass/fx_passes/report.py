@@ -107,5 +107,13 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
         nbytes += fmt.bytes_per_token(kv_heads, head_dim)
     mask = example(match.added[0].node) if match.added else None
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    kernel = ops.attention_kernel(example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
+    keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.keep_first
+    call = (example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
+    kernel = ops.attention_kernel(*call, keep, match.softcap, match.sinks is not None)
     return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)
+
+
+def _kept(read: QuantizedRead) -> int:
+    """Slots that a ``QuantizedCache`` keeps in bf16."""
+    kept = read.buffers[-1]
+    return 0 if kept is None else int(example(kept).shape[2])

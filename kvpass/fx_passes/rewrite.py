@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers, KVFormat
+from kvpass.formats import KVBuffers
 from kvpass.fx_passes.forms import example
 from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
@@ -66,7 +66,7 @@ def rewrite(
             pairs.append(StaticPair(before[site.key.buffer], before[site.value.buffer], layer))
             buffers = []
             for read, fmt in ((site.key, layer.key), (site.value, layer.value)):
-                placeholders = _replacements(graph, read.buffer, fmt)
+                placeholders = _replacements(graph, read.buffer, fmt.fields(layer.keep_first))
                 position = origin.pop(read.buffer).position
                 origin |= {node: Input(position, field) for field, node in placeholders.items()}
                 buffers += [placeholders.get(field) for field in KVBuffers._fields]
@@ -108,9 +108,8 @@ def _mask(graph: fx.Graph, site: Site) -> fx.Node | None:
     return total
 
 
-def _replacements(graph: fx.Graph, buffer: fx.Node, fmt: KVFormat) -> dict[str, fx.Node]:
-    """New placeholders, by field, for the tensors that ``fmt`` keeps instead of ``buffer``."""
-    fields = ["codes"] + ["block_scale"] * bool(fmt.block) + ["scale"] * fmt.tensor_scale
+def _replacements(graph: fx.Graph, buffer: fx.Node, fields: Sequence[str]) -> dict[str, fx.Node]:
+    """New placeholders, by field, for the :class:`kvpass.formats.KVBuffers` that take the place of ``buffer``."""
     return {field: static_placeholder(graph, buffer, field) for field in fields}
 
 

@@ -8,6 +8,10 @@ share, the partial results (fp32 sums, and each row's maximum and denominator) a
 What is exact: a code times its block scale in fp16 (bf16 for e8m0), and the powers of two by which the query and the
 e2m1 values are moved into fp16's range; they return in the factor of the scores and of the output, with the tensor
 scales. What is rounded: the probabilities, to the type V is decoded to.
+
+Transforms are undone around the sums, not in the cache: the query is rotated before (and not rounded), the centre of K
+is left out, since it moves all scores of a query alike, and the centre of V is added to the output. Slots that are kept
+in bf16 replace the decoded ones of their tile.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import CODECS, KVFormat, get_format
+from kvpass.formats import CODECS, KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
@@ -30,9 +34,11 @@ from kvpass.kernels.codecs import (
     native_float8,
     on_device,
     padded_width,
+    put_kept,
     round_to,
     to_float32,
 )
+from kvpass.kernels.rotate import rotate_rows
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
@@ -56,9 +62,12 @@ def _attention_kernel(
     key_codes,
     key_block_scale,
     key_scale,
+    key_kept,
     value_codes,
     value_block_scale,
     value_scale,
+    value_centre,
+    value_kept,
     positions,
     mask,
     mask_batch_stride,
@@ -66,6 +75,7 @@ def _attention_kernel(
     mask_token_stride,
     mask_slot_stride,
     sinks,
+    score_offset,
     out,
     partial_max,
     partial_sum,
@@ -88,6 +98,7 @@ def _attention_kernel(
     VALUE_BLOCK: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    KEEP: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -179,6 +190,9 @@ def _attention_kernel(
         sink = tl.where(split == 0, sink, -float("inf"))
         row_max = sink
         row_sum = tl.where(sink == -float("inf"), 0.0, SINK_WEIGHT)
+    if score_offset is not None:
+        offset_row = score_offset + (batch * kv_heads * GROUP + head) * length + token
+        offset = tl.load(offset_row, mask=is_row, other=0.0) * LOG2_E
     acc_first = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
     if VALUE_PACKED:
         acc_second = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
@@ -188,10 +202,18 @@ def _attention_kernel(
             key_codes, key_block_scale, start, high,
             KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_DIM, KEY_WIDTH, BLOCK_N, KEY_DTYPE, NATIVE,
         )  # fmt: skip
+        if key_kept is not None:
+            if start < KEEP:
+                key_first, key_second = put_kept(
+                    key_first, key_second, key_kept + batch_head * (KEEP * KEY_DIM), key_scale, kv_head, start, high,
+                    KEY_CODEC, KEY_DIM, KEEP, KEY_DTYPE,
+                )  # fmt: skip
         scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
         if KEY_PACKED:
             scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
         scores *= score_scale[:, None]
+        if score_offset is not None:
+            scores += offset[:, None]
         if softcap is not None:
             # c tanh(s / c) with tanh(x) = 1 - 2 / (exp(2 x) + 1), and s in powers of two before and after.
             scores = (softcap * LOG2_E) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
@@ -226,6 +248,12 @@ def _attention_kernel(
             value_codes, value_block_scale, start, high,
             VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_DIM, VALUE_WIDTH, BLOCK_N, VALUE_DTYPE, NATIVE,
         )  # fmt: skip
+        if value_kept is not None:
+            if start < KEEP:
+                value_first, value_second = put_kept(
+                    value_first, value_second, value_kept + batch_head * (KEEP * VALUE_DIM), value_scale, kv_head,
+                    start, high, VALUE_CODEC, VALUE_DIM, KEEP, VALUE_DTYPE,
+                )  # fmt: skip
         probability = probability.to(VALUE_DTYPE)
         acc_first = tl.dot(probability, value_first, acc_first * rescale[:, None], input_precision=PRECISION)
         if VALUE_PACKED:
@@ -241,7 +269,12 @@ def _attention_kernel(
         result *= tl.load(value_scale + kv_head)
     is_out = is_row[:, None] & (value_column < VALUE_DIM)
     if SPLITS == 1:
-        result = tl.where((row_sum == 0.0)[:, None], 0.0, result / row_sum[:, None])
+        result = result / row_sum[:, None]
+        if value_centre is not None:
+            result += tl.load(
+                value_centre + kv_head * VALUE_DIM + value_column, mask=value_column < VALUE_DIM, other=0.0
+            )
+        result = tl.where((row_sum == 0.0)[:, None], 0.0, result)
         result = tl.where(runs_over, float("nan"), result)
         out_row = ((batch * kv_heads * GROUP + head) * length + token)[:, None] * VALUE_DIM
         tl.store(out + out_row + value_column, round_to(result, OUT_DTYPE), mask=is_out)
@@ -258,8 +291,10 @@ def _reduce_kernel(
     partial,
     partial_max,
     partial_sum,
+    value_centre,
     positions,
     out,
+    kv_heads,
     length,
     limit,
     GROUP: tl.constexpr,
@@ -286,7 +321,11 @@ def _reduce_kernel(
     is_read = (split_sum != 0.0)[:, None] & (column < VALUE_DIM)[None, :]
     sums = tl.load(partial + partial_row[:, None] * VALUE_DIM + column[None, :], mask=is_read, other=0.0)
     result = tl.sum(sums * weight[:, None], 0)
-    result = tl.where(total == 0.0, 0.0, result / total)
+    result = result / total
+    if value_centre is not None:
+        centre = value_centre + batch_head % kv_heads * VALUE_DIM
+        result += tl.load(centre + column, mask=column < VALUE_DIM, other=0.0)
+    result = tl.where(total == 0.0, 0.0, result)
     result = tl.where(tl.load(positions + length - 1) >= limit, float("nan"), result)
     out_row = (batch_head * GROUP + row % GROUP) * length + row // GROUP
     tl.store(out + out_row * VALUE_DIM + column, round_to(result, OUT_DTYPE), mask=column < VALUE_DIM)
@@ -357,13 +396,17 @@ def why_not_hopper(
     scale: float,
     key_format: str,
     value_format: str,
+    keep: int,
+    softcap: float,
+    has_sinks: bool,
 ) -> str | None:
     """Why the Hopper kernel would not take a call of :func:`attention`; None if it would. Fake tensors will do."""
     if (hopper := _hopper()) is None:
         return f"triton {triton.__version__} has no usable Gluon"
     key, value = get_format(key_format), get_format(value_format)
     reason: str | None = hopper.supports_device(query.device)
-    return reason or hopper.supports_shapes(query, kv_heads, value_dim, mask, scale, key, value)
+    reason = reason or hopper.supports_shapes(query, kv_heads, value_dim, mask, scale, key, value)
+    return reason or hopper.supports_form(mask, key, keep, softcap, has_sinks)
 
 
 @functools.lru_cache
@@ -404,9 +447,13 @@ def attention(
     key_codes: torch.Tensor,
     key_block_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
+    key_centre: torch.Tensor | None,
+    key_kept: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
+    value_centre: torch.Tensor | None,
+    value_kept: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -423,7 +470,7 @@ def attention(
     Args:
         query: ``[batch, heads, length, key_dim]`` bf16, fp16 or fp32, any strides; ``heads`` is a multiple of
             ``kv_heads``.
-        key_codes ... value_scale: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        key_codes ... value_kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         positions: ``[length]`` int64, ascending. If the last is outside the cache (or the mask), the output is NaN.
         mask: None, or ``[batch or 1, heads or 1, length or 1, slots]``, bool (True attends) or bf16, fp16 or fp32
             (added to the scaled scores); any strides.
@@ -438,24 +485,40 @@ def attention(
 
     Raises:
         ValueError: A dtype or shape outside the above, or buffers that the format does not have.
+        NotImplementedError: Sinks over a centred V: part of the softmax then weighs no value.
     """
     key, value = get_format(key_format), get_format(value_format)
-    check_buffers("key", key, key_codes, key_block_scale, key_scale)
-    check_buffers("value", value, value_codes, value_block_scale, value_scale)
+    if value.centred and sinks is not None:
+        raise NotImplementedError(f"attention sinks over V in {value_format!r}; use a format of V without '+centred'")
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
+    check_buffers("key", key, key_buffers)
+    check_buffers("value", value, value_buffers)
     batch, kv_heads, max_len, key_width = key_codes.shape
     _, heads, length, key_dim = query.shape
     value_dim = value.head_dim(value_codes.shape[3])
     _check(query, key.head_dim(key_width), key_codes, value_codes, positions)
-    out = torch.empty((batch, heads, length, value_dim), dtype=query.dtype, device=query.device)
+    dtype, out_dtype = query.dtype, torch.float32 if value.rotated else query.dtype
+    out = torch.empty((batch, heads, length, value_dim), dtype=out_dtype, device=query.device)
     if out.numel() == 0:
-        return out
+        return out.to(dtype)
     if mask is not None:
         _check_mask(mask, batch, heads, length)
-    if (hopper := _hopper()) is not None:
-        call = (query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, value_scale)
-        call += (positions, mask, scale, is_causal, key_format, value_format)
-        if hopper.supports(*call) is None:
-            return hopper.attention(*call, softcap=softcap, sinks=sinks)
+    call = (positions, mask, scale, is_causal, key_format, value_format, softcap, sinks)
+    hopper, group = _hopper(), heads // kv_heads
+    takes_hopper = hopper is not None and hopper.supports(query, *key_buffers, *value_buffers, *call) is None
+    score_offset = None
+    if key_centre is not None and (softcap or sinks is not None):
+        # Neither bears the shift of a row's scores that leaving out K's centre is.
+        score_offset = scale * (query.float() * key_centre.repeat_interleave(group, 0)[:, None]).sum(-1)
+    if key.rotated:
+        query = rotate_rows(query, torch.float32)
+    if value.rotated and value_centre is not None:  # the sums are rotated, and so must be what is added to them
+        value_centre = rotate_rows(value_centre[None, :, None], torch.float32).view(kv_heads, value_dim)
+        value_buffers = value_buffers._replace(centre=value_centre)
+    if takes_hopper:
+        hopper.attention(query, *key_buffers, *value_buffers, *call, out)
+        return rotate_rows(out, dtype) if value.rotated else out
     if query.stride(3) != 1:
         query = query.contiguous()
     limit, mask_strides, mask_has_rows, mask_is_bool = max_len, (0, 0, 0, 0), False, False
@@ -467,9 +530,8 @@ def attention(
         if mask_is_bool:
             mask = mask.view(torch.uint8)
 
-    group = heads // kv_heads
     rows = length * group
-    key_dtype, value_dtype = _compute_dtype(key, query.dtype), _compute_dtype(value, query.dtype)
+    key_dtype, value_dtype = _compute_dtype(key, dtype), _compute_dtype(value, dtype)
     config = configuration(key, value, max(key_dim, value_dim), rows, torch.float32 in (key_dtype, value_dtype))
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
     slots = _sm_count(query.device) * config.programs_per_sm
@@ -486,13 +548,17 @@ def attention(
             key_codes,
             key_block_scale,
             key_scale,
+            key_kept,
             value_codes,
             value_block_scale,
             value_scale,
+            value_centre,
+            value_kept,
             positions,
             mask,
             *mask_strides,
             None if sinks is None else sinks.contiguous(),
+            score_offset,
             target,
             partial_max,
             partial_sum,
@@ -511,7 +577,8 @@ def attention(
             VALUE_WIDTH=padded_width(value, value_dim),
             VALUE_DTYPE=_DTYPES[value_dtype],
             **constexprs(value, "VALUE_"),
-            OUT_DTYPE=_DTYPES[query.dtype],
+            KEEP=max(0 if b.kept is None else b.kept.shape[2] for b in (key_buffers, value_buffers)),
+            OUT_DTYPE=_DTYPES[out_dtype],
             IS_CAUSAL=is_causal,
             MASK_IS_BOOL=mask_is_bool,
             MASK_HAS_ROWS=mask_has_rows,
@@ -528,19 +595,21 @@ def attention(
                 target,
                 partial_max,
                 partial_sum,
+                value_centre,
                 positions,
                 out,
+                kv_heads,
                 length,
                 limit,
                 GROUP=group,
                 VALUE_DIM=value_dim,
-                OUT_DTYPE=_DTYPES[query.dtype],
+                OUT_DTYPE=_DTYPES[out_dtype],
                 SPLITS=splits,
                 SPLITS_PADDED=triton.next_power_of_2(splits),
                 BLOCK_D=block_d,
                 num_warps=4,
             )
-    return out
+    return rotate_rows(out, dtype) if value.rotated else out
 
 
 def _check(

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import KVFormat
+from kvpass.formats import KVBuffers, KVFormat, rotation_block
 
 
 @triton.jit
@@ -85,17 +85,44 @@ def decode_float8(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_e2m1(x, TIES_TO_EVEN: tl.constexpr):
-    """Nearest e2m1 code of fp32 ``x``, saturating, sign in bit 3; ties to even or away from zero. int32."""
-    magnitude = tl.abs(x)
-    if TIES_TO_EVEN:  # the tie between codes n and n + 1 rises where n is odd
-        code = (magnitude > 0.25).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-        code += (magnitude > 2.5).to(tl.int32) + (magnitude > 5.0).to(tl.int32)
-    else:
-        code = (magnitude >= 0.25).to(tl.int32) + (magnitude >= 1.25).to(tl.int32)
-        code += (magnitude >= 2.5).to(tl.int32) + (magnitude >= 5.0).to(tl.int32)
-    code += (magnitude >= 0.75).to(tl.int32) + (magnitude >= 1.75).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    return code | ((x < 0).to(tl.int32) << 3)
+def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
+    """The least fp32 number at or above (``TIE_RISES``) or above ``MIDPOINT * divisor``, whose product is not rounded.
+
+    A midpoint has at most three bits. So both parts of the product are exact, their sum is rounded once, and what it
+    was rounded by is exact too, contracted to fused operations or not.
+    """
+    high = (divisor.to(tl.int32, bitcast=True) & -8).to(tl.float32, bitcast=True)
+    low = divisor - high
+    product = high * MIDPOINT + low * MIDPOINT
+    excess = (high * MIDPOINT - product) + low * MIDPOINT
+    is_below = excess > 0 if TIE_RISES else excess >= 0  # neither, where the product is infinite
+    return (product.to(tl.int32, bitcast=True) + is_below.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
+    """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. int32.
+
+    ``even`` and ``odd`` are two fp32 tiles ``[..., values]``, ``divisor`` is ``[...]``. A value is compared with
+    midpoint times divisor, which is worked out once per block; a division per value made the store half as fast.
+    """
+    low = (even < 0).to(tl.int32) << 3
+    high = (odd < 0).to(tl.int32) << 3
+    # The tie between codes n and n + 1 rises, to even, where n is odd.
+    low, high = _rise(low, high, even, odd, divisor, 0.25, not TIES_TO_EVEN)
+    low, high = _rise(low, high, even, odd, divisor, 0.75, True)
+    low, high = _rise(low, high, even, odd, divisor, 1.25, not TIES_TO_EVEN)
+    low, high = _rise(low, high, even, odd, divisor, 1.75, True)
+    low, high = _rise(low, high, even, odd, divisor, 2.5, not TIES_TO_EVEN)
+    low, high = _rise(low, high, even, odd, divisor, 3.5, True)
+    return _rise(low, high, even, odd, divisor, 5.0, not TIES_TO_EVEN)
+
+
+@triton.jit
+def _rise(low, high, even, odd, divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
+    """The codes, one higher where the value lies beyond a midpoint."""
+    least = _least_above(divisor, MIDPOINT, TIE_RISES)[:, :, None]
+    return low + (tl.abs(even) >= least).to(tl.int32), high + (tl.abs(odd) >= least).to(tl.int32)
 
 
 @triton.jit
@@ -172,23 +199,103 @@ def decode_block_scale(bits, BLOCK_SCALE: tl.constexpr, DTYPE: tl.constexpr, NAT
 
 
 @triton.jit
-def encode_block_scale(amax, factor, BLOCK_SCALE: tl.constexpr):
-    """The e4m3 or e8m0 bits of the scale of blocks with ``amax`` (NaN where a value is), and what divides their values.
-
-    ``factor`` is the tensor scale of each block (1 without one).
-    """
-    sixth = tl.math.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+def _rule(amax, factor, wanted: tl.constexpr, BLOCK_SCALE: tl.constexpr, SCALE_RULE: tl.constexpr):
+    """The e4m3 or e8m0 bits, int32, of the scale that brings ``amax`` to ``wanted`` (6 unless a search asks)."""
     if BLOCK_SCALE == "e4m3":
-        bits = encode_float8(tl.math.div_rn(sixth, factor), "e4m3")
-        return bits, decode_float8(bits, "e4m3", False).to(tl.float32) * factor
+        part = tl.math.div_rn(amax, tl.full(amax.shape, wanted, tl.float32))
+        return encode_float8(tl.math.div_rn(part, factor), "e4m3").to(tl.int32)
+    elif SCALE_RULE == "floor":
+        return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
     else:
-        is_nan = amax != amax
-        least = tl.where(is_nan, 0.0, sixth)
-        least = tl.minimum(tl.maximum(least, 1e-10), 1.7014118346046923e38).to(tl.uint32, bitcast=True)
+        sixth = tl.where(amax != amax, 0.0, tl.math.div_rn(amax, tl.full(amax.shape, wanted, tl.float32)))
+        least = tl.minimum(tl.maximum(sixth, 1e-10), 1.7014118346046923e38).to(tl.int32, bitcast=True)
         # The exponent of the power of two at or above.
-        exponent = (least >> 23) + ((least & 0x7FFFFF) != 0).to(tl.uint32)
-        divisor = (exponent << 23).to(tl.float32, bitcast=True)
-        return tl.where(is_nan, 0xFF, exponent).to(tl.uint8), divisor
+        return (least >> 23) + ((least & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def _step_scale(bits, amax, factor, BLOCK_SCALE: tl.constexpr, SEARCH: tl.constexpr):
+    """Bits of a block scale within their range, uint8 and NaN where ``amax`` is; and what divides the values, fp32."""
+    NAN_BITS: tl.constexpr = 0x7F if BLOCK_SCALE == "e4m3" else 0xFF
+    bits = tl.minimum(tl.maximum(bits, 0), NAN_BITS - 1)
+    if BLOCK_SCALE == "e4m3" and SEARCH != "none":
+        bits = tl.where((bits == 0) & (amax != 0), 1, bits)
+    bits = tl.where(amax != amax, NAN_BITS, bits).to(tl.uint8)
+    return bits, decode_block_scale(bits, BLOCK_SCALE, tl.float32, False) * factor
+
+
+@triton.jit
+def _rounding_error(x, inverse, ALIGN: tl.constexpr):
+    """What ``|x| * inverse`` is rounded by, as :mod:`kvpass.reference` has it: sums of its squares are exact."""
+    scaled = (tl.abs(x) * inverse + ALIGN) - ALIGN
+    power = (tl.maximum(scaled, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    rounded = tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, scaled))
+    return scaled - tl.minimum(rounded, 6.0)
+
+
+@triton.jit
+def _squared_error(even, odd, amax, divisor, BLOCK_SCALE: tl.constexpr):
+    REACH: tl.constexpr = 8.0 if BLOCK_SCALE == "e4m3" else 16.0
+    ALIGN: tl.constexpr = 49152.0 if BLOCK_SCALE == "e4m3" else 196608.0
+    inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    first = _rounding_error(even, inverse[:, :, None], ALIGN)
+    second = _rounding_error(odd, inverse[:, :, None], ALIGN)
+    error = tl.sum(tl.fma(first, first, second * second), axis=2) * divisor * divisor
+    return tl.where(amax * inverse > REACH, float("inf"), error)
+
+
+@triton.jit
+def choose_block_scale(
+    even,
+    odd,
+    factor,
+    BLOCK_SCALE: tl.constexpr,
+    SCALE_RULE: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """The e4m3 or e8m0 bits of the scales of blocks, and what divides their values (NaN or 0: their codes are zero).
+
+    Args:
+        even, odd: ``[rows, blocks, values]`` fp32, the values of each block in two halves.
+        factor: ``[rows, blocks]``, the tensor scale of each block (1 without one).
+    """
+    # As integers, the bits of magnitudes sort like their values, and a NaN above all of them.
+    magnitude = tl.maximum(even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
+    base = _rule(amax, factor, 6.0, BLOCK_SCALE, SCALE_RULE)
+    bits, divisor = _step_scale(base, amax, factor, BLOCK_SCALE, SEARCH)
+    if SEARCH != "none":
+        FIRST: tl.constexpr = 0 if SEARCH == "4over6" else (-2 if BLOCK_SCALE == "e4m3" else -1)
+        LAST: tl.constexpr = 0 if SEARCH == "4over6" else (6 if BLOCK_SCALE == "e4m3" else 1)
+        if SEARCH == "4over6":
+            base = _rule(amax, factor, 4.0, BLOCK_SCALE, SCALE_RULE)
+        least = _squared_error(even, odd, amax, divisor, BLOCK_SCALE)
+        for step in tl.static_range(FIRST, LAST + 1):
+            if step != 0 or SEARCH == "4over6":
+                other_bits, other_divisor = _step_scale(base + step, amax, factor, BLOCK_SCALE, SEARCH)
+                error = _squared_error(even, odd, amax, other_divisor, BLOCK_SCALE)
+                is_better = error < least
+                least = tl.where(is_better, error, least)
+                bits = tl.where(is_better, other_bits, bits)
+                divisor = tl.where(is_better, other_divisor, divisor)
+    return bits, divisor
+
+
+@triton.jit
+def rotate(x, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Rows of fp32 ``[rows, values]`` times the rotation of :func:`kvpass.reference.rotate`, in the same order of sums.
+
+    ``BLOCK`` is :func:`kvpass.formats.rotation_block` of head_dim, ``NORM`` its inverse square root. Each round adds
+    neighbours and deals the results out to the two halves, which brings the next bit of the index to the end.
+    """
+    ROWS: tl.constexpr = x.shape[0] * x.shape[1] // BLOCK
+    SHAPE: tl.constexpr = (x.shape[0], x.shape[1])
+    x = x.reshape(ROWS, BLOCK)
+    for bit in tl.static_range(8):
+        if 2**bit < BLOCK:
+            first, second = tl.split(x.reshape(ROWS, BLOCK // 2, 2))
+            x = tl.join(first + second, first - second).permute(0, 2, 1).reshape(ROWS, BLOCK)
+    return x.reshape(SHAPE) * NORM
 
 
 @triton.jit
@@ -267,9 +374,61 @@ def load_values(
         return value, value
 
 
+@triton.jit
+def put_kept(
+    first,
+    second,
+    kept,
+    scale,
+    head,
+    start,
+    end,
+    CODEC: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """What :func:`load_values` returned, with the slots below ``KEEP`` (and ``end``) as they are kept in bf16.
+
+    ``kept`` points to the head's slots. They are brought to where the decoded ones are, before the tensor scale.
+    """
+    slots = (start + tl.arange(0, first.shape[0]))[:, None]
+    columns = tl.arange(0, first.shape[1])[None, :]
+    is_kept = slots < tl.minimum(KEEP, end)
+    factor = 1.0
+    if CODEC == "e2m1":
+        factor = e2m1_factor(DTYPE)
+    if scale is not None:
+        factor = factor / tl.load(scale + head)
+    PER_COLUMN: tl.constexpr = 2 if CODEC == "e2m1" else 1
+    at = kept + slots * HEAD_DIM + columns * PER_COLUMN
+    is_read = is_kept & (columns * PER_COLUMN < HEAD_DIM)
+    first = tl.where(is_kept, _scaled_to(tl.load(at, mask=is_read, other=0.0), factor, DTYPE), first)
+    if CODEC == "e2m1":
+        second = tl.where(is_kept, _scaled_to(tl.load(at + 1, mask=is_read, other=0.0), factor, DTYPE), second)
+        return first, second
+    else:
+        return first, first
+
+
+@triton.jit
+def _scaled_to(x, factor, DTYPE: tl.constexpr):
+    """``x * factor``, saturating in fp16."""
+    x = to_float32(x) * factor
+    if DTYPE == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(DTYPE)
+
+
 def constexprs(fmt: KVFormat, prefix: str) -> dict[str, object]:
     """The row's constexprs of a kernel, named ``{prefix}CODEC`` and so on."""
     return {f"{prefix}CODEC": fmt.codec, f"{prefix}BLOCK_SCALE": fmt.block_scale, f"{prefix}BLOCK": fmt.block}
+
+
+def rotation_constexprs(fmt: KVFormat, head_dim: int, prefix: str) -> dict[str, object]:
+    """Constexprs of :func:`rotate`, ``{prefix}ROTATION`` (1: none) and ``{prefix}NORM``."""
+    size = rotation_block(head_dim) if fmt.rotated else 1
+    return {f"{prefix}ROTATION": size, f"{prefix}NORM": size**-0.5}
 
 
 def padded_width(fmt: KVFormat, head_dim: int) -> int:
@@ -297,16 +456,11 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def check_buffers(
-    what: str, fmt: KVFormat, codes: torch.Tensor, block_scale: torch.Tensor | None, scale: torch.Tensor | None
-) -> None:
+def check_buffers(what: str, fmt: KVFormat, buffers: KVBuffers) -> None:
     """Raise ``ValueError`` where the buffers of ``what`` ("key", "value") are not what the kernels address."""
-    for name, tensor, needed in (
-        ("block_scale", block_scale, fmt.block > 0),
-        ("scale", scale, fmt.tensor_scale),
-    ):
-        if (tensor is not None) != needed:
+    for name, needed in (("block_scale", fmt.block > 0), ("scale", fmt.tensor_scale), ("centre", fmt.centred)):
+        if (getattr(buffers, name) is not None) != needed:
             state = "needed" if needed else "not part of this format"
             raise ValueError(f"{what}_{name} is {'missing' if needed else 'given'} and {state} ({fmt.name!r})")
-    if not (codes.is_contiguous() and (block_scale is None or block_scale.is_contiguous())):
-        raise ValueError(f"{what} buffers must be contiguous; codes have strides {codes.stride()}")
+    if not all(tensor.is_contiguous() for tensor in buffers.tensors()):
+        raise ValueError(f"{what} buffers must be contiguous; codes have strides {buffers.codes.stride()}")

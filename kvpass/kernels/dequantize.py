@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import get_format
+from kvpass.formats import KVBuffers, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
@@ -14,7 +14,10 @@ from kvpass.kernels.codecs import (
     native_float8,
     on_device,
     padded_width,
+    rotate,
+    rotation_constexprs,
     round_to,
+    to_float32,
 )
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -26,6 +29,8 @@ def _dequantize_kernel(
     codes,
     block_scale,
     scale,
+    centre,
+    kept,
     positions,
     length,
     out,
@@ -35,6 +40,9 @@ def _dequantize_kernel(
     CODEC: tl.constexpr,
     BLOCK_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -56,11 +64,21 @@ def _dequantize_kernel(
     if scale is not None:
         value *= tl.load(scale + batch_head % kv_heads)
     slots = (start + tl.arange(0, BLOCK_N))[:, None]
+    VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
+    columns = tl.arange(0, VALUES)[None, :]
+    if kept is not None:
+        is_kept = slots < tl.minimum(KEEP, end)
+        at = kept + (batch_head * KEEP + slots) * HEAD_DIM + columns
+        exact = to_float32(tl.load(at, mask=is_kept & (columns < HEAD_DIM), other=0.0))
+        value = tl.where(is_kept, exact, value)
+    if ROTATION > 1:
+        value = rotate(value, ROTATION, NORM)
+    if centre is not None:
+        row = centre + batch_head % kv_heads * HEAD_DIM
+        value += tl.load(row + columns, mask=columns < HEAD_DIM, other=0.0)
     value = tl.where(slots < end, value, 0.0)
     value = tl.where(last < max_len, value, float("nan"))
 
-    VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
-    columns = tl.arange(0, VALUES)[None, :]
     address = out + (batch_head * max_len + slots) * HEAD_DIM + columns
     tl.store(address, round_to(value, DTYPE), mask=(slots < max_len) & (columns < HEAD_DIM))
 
@@ -69,6 +87,8 @@ def dequantize(
     codes: torch.Tensor,
     block_scale: torch.Tensor | None,
     scale: torch.Tensor | None,
+    centre: torch.Tensor | None,
+    kept: torch.Tensor | None,
     positions: torch.Tensor,
     format: str,
     dtype: torch.dtype,
@@ -76,7 +96,7 @@ def dequantize(
     """Decode a buffer up to slot ``positions[-1]``.
 
     Args:
-        codes, block_scale, scale: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        codes ... kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         positions: ``[length]`` int64, ascending; read on the device.
         format: Name of a registered format.
         dtype: fp32, fp16 or bf16. The arithmetic is fp32.
@@ -91,7 +111,7 @@ def dequantize(
     fmt = get_format(format)
     if dtype not in _DTYPES:
         raise ValueError(f"cannot dequantize to {dtype}; allowed: {', '.join(map(str, _DTYPES))}")
-    check_buffers("cache", fmt, codes, block_scale, scale)
+    check_buffers("cache", fmt, KVBuffers(codes, block_scale, scale, centre, kept))
     batch, kv_heads, max_len, width = codes.shape
     head_dim = fmt.head_dim(width)
     out = torch.empty((batch, kv_heads, max_len, head_dim), dtype=dtype, device=codes.device)
@@ -102,6 +122,8 @@ def dequantize(
             codes,
             block_scale,
             scale,
+            centre,
+            kept,
             positions,
             positions.shape[0],
             out,
@@ -110,8 +132,11 @@ def dequantize(
             HEAD_DIM=head_dim,
             WIDTH=padded_width(fmt, head_dim),
             **constexprs(fmt, ""),
+            **rotation_constexprs(fmt, head_dim, ""),
+            KEEP=0 if kept is None else kept.shape[2],
             BLOCK_N=_BLOCK_N,
             DTYPE=_DTYPES[dtype],
             NATIVE=native_float8(codes.device),
+            enable_fp_fusion=False,  # every rounding as in the reference
         )
     return out

@@ -48,6 +48,9 @@ same order; it is launched early (programmatic dependent launch), so that launch
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
 buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
+
+Slots that are kept in bf16 are hidden from these programs; the second kernel, which is launched before it has something
+to add up, weighs them meanwhile.
 """
 
 from __future__ import annotations
@@ -585,6 +588,7 @@ def _load_query(
     start = (row // QUERY_LENGTH) * stride_head + (row % QUERY_LENGTH) * stride_token
     x = gl.load(query + start[:, None] + dim[None, :], mask=(row < rows_used)[:, None], other=0.0)
     if WIDE:
+        x = x.to(gl.bfloat16)
         power = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(1, layout))
     else:
         x = x.to(gl.float32)
@@ -628,7 +632,7 @@ def _decode_kernel(
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
     K_CODEC: gl.constexpr, K_SCALE: gl.constexpr, K_BLOCK: gl.constexpr, K_TENSOR_SCALE: gl.constexpr,
     V_CODEC: gl.constexpr, V_SCALE: gl.constexpr, V_BLOCK: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
@@ -744,9 +748,13 @@ def _decode_kernel(
                 added = _load_added(mask_row, mask_stride_slot, following * 32 + slot, length)
             elif MASK == "columns" or MASK == "added columns":
                 whole = tile < 0  # never
+            if KEEP:
+                whole = whole & (tile * 32 >= KEEP)
             if not whole:
                 at = tile * 32 + slot
                 visible = at[:, None] < limit[None, :]
+                if KEEP:
+                    visible = visible & (at >= KEEP)[:, None]
                 if MASK == "row":
                     visible = visible & (_load_mask(mask_row, mask_stride_slot, at, length) > 0)[:, None]
                 elif MASK == "columns":
@@ -774,19 +782,51 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial, statistics, out, value_scale, sinks, positions, max_len, splits, kv_heads, factor,
+    partial, statistics, out, value_scale, value_centre, sinks, positions, max_len, splits, kv_heads, factor,
+    query, key_kept, value_kept, mask, softmax_scale,
+    query_stride_batch, query_stride_head, query_stride_token,
+    mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
     QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr, TENSOR_SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_DIM values of one query row, summed over the splits that had slots.
 
     ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / (sum_s(2^(m_s - m) total_s) + 2^(sink - m))`` with
-    ``m`` the largest of the ``m_s``, and the sink in powers of two; NaN if the length does not fit the cache, 0 if no
-    slot was visible.
+    ``m`` the largest of the ``m_s``, and the sink in powers of two, to which ``value_centre`` is added; NaN if the
+    length does not fit the cache, 0 if no slot was visible. The first KEEP slots are one more split, worked out here
+    from what is kept of them (``query`` and what follows).
     """
     head = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
     length = (tl.load(positions + (QUERY_LENGTH - 1)) + 1).to(tl.int32)
+    dim = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    kept_max = -1e30
+    kept_total = 0.0
+    kept_sum = tl.zeros([BLOCK_DIM], tl.float32)
+    if KEEP:
+        token = row % QUERY_LENGTH
+        batch = (head // kv_heads).to(tl.int64)
+        query_head = head % kv_heads * (ROWS // QUERY_LENGTH) + row // QUERY_LENGTH
+        every = tl.arange(0, HEAD_DIM)
+        start = batch * query_stride_batch + query_head * query_stride_head + token * query_stride_token
+        q = tl.load(query + start + every).to(tl.float32) * (softmax_scale * 1.4426950408889634)
+        limit = (tl.load(positions + token) + 1).to(tl.int32) if CAUSAL else length
+        for slot in range(KEEP):
+            visible = slot < limit
+            if mask is not None:
+                cell = mask + batch * mask_stride_batch + query_head * mask_stride_head + token * mask_stride_token
+                visible = visible & (tl.load(cell + slot * mask_stride_slot, mask=visible, other=0) != 0)
+            kept = (head.to(tl.int64) * KEEP + slot) * HEAD_DIM
+            k = tl.load(key_kept + kept + every, mask=visible, other=0.0).to(tl.float32)
+            v = tl.load(value_kept + kept + dim, mask=visible, other=0.0).to(tl.float32)
+            score = tl.where(visible, tl.sum(q * k, axis=0), float("-inf"))
+            raised = tl.maximum(kept_max, score)
+            shrink = tl.exp2(kept_max - raised)
+            p = tl.exp2(score - raised)
+            kept_sum = kept_sum * shrink + p * v
+            kept_total = kept_total * shrink + p
+            kept_max = raised
     tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; everything older was there before that one started
     tiles = (length + 31) // 32
     share = tl.maximum((tiles + splits - 1) // splits, 1)
@@ -795,11 +835,12 @@ def _combine_kernel(
         used = 0
     split = tl.arange(0, BLOCK_SPLITS)
     at = (head.to(tl.int64) * splits + split) * ROWS + row
-    dim = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     parts = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=(split < used)[:, None], other=0.0)
     maximum = tl.load(statistics + at * 2, mask=split < used, other=-1e30)
     total = tl.load(statistics + at * 2 + 1, mask=split < used, other=0.0)
     largest = tl.max(maximum, axis=0)
+    if KEEP:
+        largest = tl.maximum(largest, kept_max)
     weight = tl.exp2(maximum - largest)
     total = tl.sum(weight * total, axis=0)
     if sinks is not None:
@@ -808,7 +849,14 @@ def _combine_kernel(
     result = tl.sum(weight[:, None] * parts, axis=0)
     if TENSOR_SCALE:
         factor = factor * tl.load(value_scale + head % kv_heads)
-    result = tl.where(total == 0.0, 0.0, result * (factor / total))
+    if KEEP:
+        kept_weight = tl.exp2(kept_max - largest)
+        total += kept_weight * kept_total
+        result += (kept_weight / factor) * kept_sum
+    result = result * (factor / total)
+    if value_centre is not None:
+        result += tl.load(value_centre + head % kv_heads * HEAD_DIM + dim)
+    result = tl.where(total == 0.0, 0.0, result)
     result = tl.where(length > max_len, float("nan"), result)
     tl.store(out + tl.program_id(0).to(tl.int64) * HEAD_DIM + dim, result.to(out.dtype.element_ty))
 
@@ -868,23 +916,32 @@ def supports(
     key_codes: torch.Tensor,
     key_block_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
+    key_centre: torch.Tensor | None,
+    key_kept: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
+    value_centre: torch.Tensor | None,
+    value_kept: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
     is_causal: bool,
     key_format: str,
     value_format: str,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> str | None:
     """Why :func:`attention` does not take this call; None if it does."""
     key, value = get_format(key_format), get_format(value_format)
     value_dim = value.head_dim(value_codes.shape[-1])
+    kept = [0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept)]
     return (
         supports_device(query.device)
         or supports_shapes(query, key_codes.shape[1], value_dim, mask, scale, key, value)
+        or supports_form(mask, key, max(kept), softcap, sinks is not None)
         or _supports_memory(query, mask, key_codes, key_block_scale, value_codes, value_block_scale)
+        or (f"{kept[0]} slots of K are kept and {kept[1]} of V" if kept[0] != kept[1] else None)
     )
 
 
@@ -928,6 +985,15 @@ def supports_shapes(
     return None
 
 
+def supports_form(mask: torch.Tensor | None, key: KVFormat, keep: int, softcap: float, has_sinks: bool) -> str | None:
+    """:func:`supports`, as far as it depends on what is done with the scores."""
+    if keep and (softcap or (mask is not None and mask.dtype != torch.bool)):
+        return f"{keep} slots are kept in bf16; takes those with neither a softcap nor a mask that is added"
+    if key.centred and (softcap or has_sinks):
+        return f"K is centred ({key.name!r}), and a softcap or attention sinks need scores that are not shifted"
+    return None
+
+
 def _supports_memory(
     query: torch.Tensor, mask: torch.Tensor | None, key_codes: torch.Tensor, *others: torch.Tensor | None
 ) -> str | None:
@@ -945,9 +1011,13 @@ def attention(
     key_codes: torch.Tensor,
     key_block_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
+    key_centre: torch.Tensor | None,
+    key_kept: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
+    value_centre: torch.Tensor | None,
+    value_kept: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -956,13 +1026,15 @@ def attention(
     value_format: str,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a few query tokens to a quantized cache; the contract is that of :func:`kvpass.ops.attention`.
+    """Attention of a few query tokens to a quantized cache, as :func:`kvpass.ops.attention` has it.
+
+    Rotations are the caller's: what is read is K and V as they are stored. K's centre is left out.
 
     Args:
-        query: ``[batch, kv_heads * group, query_length, head_dim]`` fp16 or bf16.
-        key_codes, value_codes, key_block_scale, value_block_scale: As :class:`kvpass.formats.KVBuffers` says.
-        key_scale, value_scale: ``[kv_heads]`` fp32 or None.
+        query: ``[batch, kv_heads * group, query_length, head_dim]`` fp16, bf16, or fp32 where it is rotated.
+        key_codes ... value_kept: As :class:`kvpass.formats.KVBuffers` says.
         positions: ``[query_length]`` int64; slots up to ``positions[-1]`` exist.
         mask: ``[batch or 1, heads or 1, query_length or 1, at least positions[-1] + 1]``, or None: bool (True attends),
             or fp32, fp16 or bf16 (added to the scores; what is below -1e30 hides its slot).
@@ -970,9 +1042,10 @@ def attention(
         is_causal: Query ``i`` sees slots up to ``positions[i]`` only.
         softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask.
         sinks: None, or ``[heads]`` floating: logits that join the softmax of every row of their head.
+        out: Where to write the result; None to allocate it in ``query.dtype``.
 
     Returns:
-        ``[batch, heads, query_length, head_dim]`` in ``query.dtype``.
+        ``[batch, heads, query_length, head_dim]``.
     """
     key, value = get_format(key_format), get_format(value_format)
     batch, heads, query_length, head_dim = query.shape
@@ -992,7 +1065,8 @@ def attention(
     splits = split_count(batch * kv_heads * row_tiles, max_len, resident)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
-    out = query.new_empty(batch, heads, query_length, head_dim)
+    out = query.new_empty(batch, heads, query_length, head_dim) if out is None else out
+    keep = 0 if key_kept is None else key_kept.shape[2]
     block_splits = triton.next_power_of_2(splits)
     block_dim = max(8, min(head_dim, 16384 // block_splits))
     with torch.cuda.device_of(query):
@@ -1027,6 +1101,7 @@ def attention(
             V_BLOCK=value.block,
             MASK=mask_kind,
             CAUSAL=is_causal and query_length > 1,
+            KEEP=keep,
             num_warps=1,
             maxnreg=registers,
         )
@@ -1035,18 +1110,28 @@ def attention(
             statistics,
             out,
             value_scale,
+            value_centre,
             None if sinks is None else sinks.contiguous(),
             positions,
             max_len,
             splits,
             kv_heads,
             _UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0,
+            query,
+            key_kept,
+            value_kept,
+            mask,
+            scale,
+            *query.stride()[:3],
+            *mask_strides,
             QUERY_LENGTH=query_length,
             ROWS=rows,
             HEAD_DIM=head_dim,
             BLOCK_SPLITS=block_splits,
             BLOCK_DIM=block_dim,
             TENSOR_SCALE=value.tensor_scale,
+            CAUSAL=is_causal and query_length > 1,
+            KEEP=keep,
             num_warps=max(1, min(8, block_splits * block_dim // 1024)),
             launch_pdl=True,
         )

@@ -6,15 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import KVFormat, get_format
+from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
+    choose_block_scale,
     constexprs,
-    encode_block_scale,
     encode_e2m1,
     encode_float8,
     on_device,
     padded_width,
+    rotate,
+    rotation_constexprs,
     round_to,
     scale_slot,
     to_float32,
@@ -33,6 +35,8 @@ def _store_rows(
     codes,
     block_scale,
     scale,
+    centre,
+    kept,
     rows,
     kv_heads,
     length,
@@ -41,22 +45,45 @@ def _store_rows(
     CODEC: tl.constexpr,
     BLOCK_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALE_RULE: tl.constexpr,
+    SEARCH: tl.constexpr,
+    ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ONE_HEAD: tl.constexpr,
 ):
-    """Quantize ``BLOCK_ROWS`` of the ``batch * kv_heads * length`` rows of one of K and V."""
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    token = row % length
-    batch_head = (row // length).to(tl.int64)
+    """Quantize ``BLOCK_ROWS`` of the ``batch * kv_heads * length`` rows of one of K and V, all of one head if
+    ``ONE_HEAD``, which saves divisions."""
+    if ONE_HEAD:
+        tiles = tl.cdiv(length, BLOCK_ROWS)
+        batch_head = tl.full([BLOCK_ROWS], 0, tl.int32) + tl.program_id(0) // tiles
+        token = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        is_row = token < length
+    else:
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        batch_head = row // length
+        token = row % length
+        is_row = row < rows
     head = batch_head % kv_heads
-    slot = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int64)
+    batch = (batch_head // kv_heads).to(tl.int64)
+    slot = tl.load(positions + token, mask=is_row, other=-1).to(tl.int64)
     is_stored = ((slot >= 0) & (slot < max_len))[:, None]
-    x_row = (batch_head // kv_heads) * batch_stride + head * head_stride + token.to(tl.int64) * token_stride
+    x_row = batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
+    batch_head = batch_head.to(tl.int64)
 
     VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
     column = tl.arange(0, VALUES)[None, :]
     raw = tl.load(x + x_row[:, None] + column, mask=is_stored & (column < HEAD_DIM), other=0)
     value = to_float32(raw)
+    if centre is not None:
+        value -= tl.load(centre + head[:, None] * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
+    if ROTATION > 1:
+        value = rotate(value, ROTATION, NORM)
+    if kept is not None:
+        at = kept + (batch_head * KEEP + slot)[:, None] * HEAD_DIM + column
+        tl.store(at, round_to(value, tl.bfloat16), mask=is_stored & (slot < KEEP)[:, None] & (column < HEAD_DIM))
 
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
     code_column = tl.arange(0, WIDTH)[None, :]
@@ -71,22 +98,13 @@ def _store_rows(
         even, odd = tl.split(value.reshape(BLOCK_ROWS, WIDTH, 2))
         even = even.reshape(BLOCK_ROWS, BLOCKS_PADDED, PER_SCALE)
         odd = odd.reshape(BLOCK_ROWS, BLOCKS_PADDED, PER_SCALE)
-        # As integers, the bits of magnitudes sort like their values, and a NaN above all of them.
-        magnitude = tl.maximum(
-            even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        )
-        amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
         factor = tl.full([BLOCK_ROWS, BLOCKS_PADDED], 1.0, tl.float32)
         if scale is not None:
             factor *= tl.load(scale + head)[:, None]
-        scale_bits, divisor = encode_block_scale(amax, factor, BLOCK_SCALE)
-
-        is_zero = ((divisor == 0) | (amax != amax))[:, :, None]
-        divisor = tl.broadcast_to(divisor[:, :, None], even.shape)
-        TIES_TO_EVEN: tl.constexpr = BLOCK_SCALE == "e4m3"
-        low = encode_e2m1(tl.where(is_zero, 0.0, tl.math.div_rn(even, divisor)), TIES_TO_EVEN)
-        high = encode_e2m1(tl.where(is_zero, 0.0, tl.math.div_rn(odd, divisor)), TIES_TO_EVEN)
-        tl.store(out, (low | high << 4).reshape(BLOCK_ROWS, WIDTH).to(tl.uint8), mask=is_code)
+        scale_bits, divisor = choose_block_scale(even, odd, factor, BLOCK_SCALE, SCALE_RULE, SEARCH)
+        low, high = encode_e2m1(even, odd, divisor, BLOCK_SCALE == "e4m3" or SCALE_RULE == "floor")
+        packed = tl.where((divisor > 0)[:, :, None], low | high << 4, 0)  # neither 0 nor NaN
+        tl.store(out, packed.reshape(BLOCK_ROWS, WIDTH).to(tl.uint8), mask=is_code)
 
         tiles = tl.cdiv(max_len, 32)
         block = tl.arange(0, BLOCKS_PADDED)[None, :]
@@ -112,9 +130,13 @@ def _store_kernel(
     key_codes,
     key_block_scale,
     key_scale,
+    key_centre,
+    key_kept,
     value_codes,
     value_block_scale,
     value_scale,
+    value_centre,
+    value_kept,
     rows,
     kv_heads,
     length,
@@ -123,25 +145,40 @@ def _store_kernel(
     KEY_CODEC: tl.constexpr,
     KEY_BLOCK_SCALE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    KEY_SCALE_RULE: tl.constexpr,
+    KEY_SEARCH: tl.constexpr,
+    KEY_ROTATION: tl.constexpr,
+    KEY_NORM: tl.constexpr,
+    KEY_KEEP: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
     VALUE_BLOCK_SCALE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    VALUE_SCALE_RULE: tl.constexpr,
+    VALUE_SEARCH: tl.constexpr,
+    VALUE_ROTATION: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    VALUE_KEEP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ONE_HEAD: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
         _store_rows(
             key, key_batch_stride, key_head_stride, key_token_stride,
-            positions, key_codes, key_block_scale, key_scale, rows, kv_heads, length, max_len,
-            KEY_DIM, KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_WIDTH, BLOCK_ROWS,
+            positions, key_codes, key_block_scale, key_scale, key_centre, key_kept,
+            rows, kv_heads, length, max_len,
+            KEY_DIM, KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_SCALE_RULE, KEY_SEARCH, KEY_ROTATION, KEY_NORM,
+            KEY_KEEP, KEY_WIDTH, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
     else:
         _store_rows(
             value, value_batch_stride, value_head_stride, value_token_stride,
-            positions, value_codes, value_block_scale, value_scale, rows, kv_heads, length, max_len,
-            VALUE_DIM, VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_WIDTH, BLOCK_ROWS,
+            positions, value_codes, value_block_scale, value_scale, value_centre, value_kept,
+            rows, kv_heads, length, max_len,
+            VALUE_DIM, VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_SCALE_RULE, VALUE_SEARCH, VALUE_ROTATION,
+            VALUE_NORM, VALUE_KEEP, VALUE_WIDTH, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
 
 
@@ -152,9 +189,13 @@ def store(
     key_codes: torch.Tensor,
     key_block_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
+    key_centre: torch.Tensor | None,
+    key_kept: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
+    value_centre: torch.Tensor | None,
+    value_kept: torch.Tensor | None,
     key_format: str,
     value_format: str,
 ) -> None:
@@ -163,7 +204,7 @@ def store(
     Args:
         key, value: ``[batch, kv_heads, length, head_dim]`` bf16, fp16 or fp32, any strides; ``head_dim`` may differ.
         positions: ``[length]`` int64. A token whose slot is outside the cache is not stored.
-        key_codes ... value_scale: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        key_codes ... value_kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         key_format, value_format: Names of registered formats.
 
     Raises:
@@ -172,8 +213,10 @@ def store(
     key_row, value_row = get_format(key_format), get_format(value_format)
     _check("key", key, key_row, positions, key_codes)
     _check("value", value, value_row, positions, value_codes)
-    check_buffers("key", key_row, key_codes, key_block_scale, key_scale)
-    check_buffers("value", value_row, value_codes, value_block_scale, value_scale)
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
+    check_buffers("key", key_row, key_buffers)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
+    check_buffers("value", value_row, value_buffers)
     batch, kv_heads, length, key_dim = key.shape
     if value.shape[:3] != key.shape[:3] or value_codes.shape[2] != key_codes.shape[2]:
         raise ValueError(
@@ -187,8 +230,10 @@ def store(
     key = key if key.stride(3) == 1 else key.contiguous()
     value = value if value.stride(3) == 1 else value.contiguous()
     block_rows = 16 if rows >= 4096 else 4  # few rows: spread them, the launch is all latency
+    one_head = length >= block_rows
+    programs = batch * kv_heads * triton.cdiv(length, block_rows) if one_head else triton.cdiv(rows, block_rows)
     with on_device(key):
-        _store_kernel[(triton.cdiv(rows, block_rows), 2)](
+        _store_kernel[(programs, 2)](
             key,
             *key.stride()[:3],
             value,
@@ -197,22 +242,38 @@ def store(
             key_codes,
             key_block_scale,
             key_scale,
+            key_centre,
+            key_kept,
             value_codes,
             value_block_scale,
             value_scale,
+            value_centre,
+            value_kept,
             rows,
             kv_heads,
             length,
             key_codes.shape[2],
             KEY_DIM=key_dim,
             KEY_WIDTH=padded_width(key_row, key_dim),
-            **constexprs(key_row, "KEY_"),
+            **_constexprs(key_row, key_dim, key_kept, "KEY_"),
             VALUE_DIM=value_dim,
             VALUE_WIDTH=padded_width(value_row, value_dim),
-            **constexprs(value_row, "VALUE_"),
+            **_constexprs(value_row, value_dim, value_kept, "VALUE_"),
             BLOCK_ROWS=block_rows,
-            num_warps=4 if block_rows == 16 else 2,
+            ONE_HEAD=one_head,
+            num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
+            enable_fp_fusion=False,  # every rounding as in the reference
         )
+
+
+def _constexprs(fmt: KVFormat, head_dim: int, kept: torch.Tensor | None, prefix: str) -> dict[str, object]:
+    return {
+        **constexprs(fmt, prefix),
+        **rotation_constexprs(fmt, head_dim, prefix),
+        f"{prefix}SCALE_RULE": fmt.scale_rule,
+        f"{prefix}SEARCH": fmt.search,
+        f"{prefix}KEEP": 0 if kept is None else kept.shape[2],
+    }
 
 
 def _check(what: str, x: torch.Tensor, fmt: KVFormat, positions: torch.Tensor, codes: torch.Tensor) -> None:
