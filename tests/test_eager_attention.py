@@ -206,6 +206,16 @@ class LogSumExp(Eager):
         return super().forward(*args) * self.lse.mean()
 
 
+class CastUsed(Eager):
+    def scores(self, q, k):
+        scores = super().scores(q, k).to(torch.float64)
+        self.total = scores.sum()
+        return scores
+
+    def forward(self, *args):
+        return super().forward(*args) * self.total.sign().float()
+
+
 class MaskedFill(Eager):
     def masked(self, scores, mask):
         return scores.masked_fill(mask < 0, -1e30)
@@ -254,6 +264,7 @@ REJECTED = {
     OtherAxis: "the softmax is taken over dimension 1, not over the slots",
     ScoresUsed: "its probabilities go through mul, which the fused attention has not",
     LogSumExp: "the result of its mul is also used by logsumexp",
+    CastUsed: "the result of its to is also used by sum",
     MaskedFill: "between its scores and its softmax is masked_fill, which the fused attention has not",
     CapAfterMask: "a mask or bias is added before the softcap",
     Temperature: "its scores are multiplied by something other than a number",
@@ -344,3 +355,37 @@ def test_models_of_transformers(name):
                 outs[-1].append(step(prompt[:, i : i + 1], attention_mask=padding, past_key_values=cache).logits)
     assert [type(match) for match in found] == [Site]
     torch.testing.assert_close(torch.cat(outs[1], 1), torch.cat(outs[0], 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [quantized_layer, static_layer])
+def test_a_query_that_is_cast_for_more_than_one_use(make):
+    class Shared(ScoresInFloat):
+        def forward(self, q, k, v, layer, mask):
+            wide = q.to(torch.float64)
+            k, v = layer.update(k, v)
+            scores = (wide @ repeat_kv(k).to(torch.float64).mT) * 0.2
+            weights = torch.softmax(self.masked(scores, mask), -1).to(q.dtype)
+            return weights @ repeat_kv(v), wide.sum()
+
+    q, k, v = tokens(1)
+    mask = additive(visible())
+    expected = Shared()(q, k, v, quantized_layer(), mask)
+    found = capture(Shared(), q, k, v, make(), mask)
+    assert [type(m) for m in found["matches"]] == [Site]
+    torch.testing.assert_close(found["out"], expected)
+
+
+@pytest.mark.parametrize("make", [quantized_layer, static_layer])
+def test_transposed_keys_that_something_else_reads_too(make):
+    class Reads(Eager):
+        def scores(self, q, k):
+            self.total = (transposed := k.transpose(2, 3)).sum()
+            return q @ transposed
+
+        def forward(self, *args):
+            return super().forward(*args), self.total
+
+    q, k, v = tokens(1)
+    found = capture(Reads().eval(), q, k, v, make(), additive(visible()))
+    reasons = " ".join(m.reason for m in found["matches"] if isinstance(m, Rejected))
+    assert "the decoded cache is read by" in reasons or "the K buffer is also used by transpose" in reasons

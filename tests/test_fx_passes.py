@@ -313,3 +313,17 @@ def test_latent_attention_is_named(family, implementation):
 def test_flex_attention_is_named(tiny_llama):
     reasons = reasons_in_decode(tiny_llama(attn_implementation="flex_attention"))
     assert FLEX in sum(reasons, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("Bloom", {"n_layer": 1, "n_head": 4, "hidden_size": 64}, "its product has batch and heads in one dimension"),
+        ("Mpt", {"n_layers": 1, "n_heads": 4, "d_model": 64}, "a graph break cut it apart"),
+    ],
+)
+def test_attention_of_older_models_is_named(name, sizes, reason):
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    reasons = sum(reasons_in_decode(model), [])
+    assert reasons and any(reason in r for r in reasons), reasons

@@ -77,6 +77,7 @@ class _Walk:
 
     softmax: fx.Node
     inner: list[fx.Node] = field(default_factory=list)
+    operands: list[fx.Node] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     node: fx.Node | None = None
     query: fx.Node | None = None
@@ -93,7 +94,7 @@ class _Walk:
                 walk()
             except _NotAnAttention as end:
                 self.reasons.append(str(end))
-        inner = tuple(sorted({*self.inner, self.softmax}, reverse=True))
+        inner = tuple(sorted({*self.inner, *self.operands, self.softmax}, reverse=True))
         if self.reasons or self.node is None or self.query is None or self.key is None or self.value is None:
             return Unrecognized(self.softmax, self.reasons[0], self.key, self.value, inner)
         return Attention(
@@ -117,14 +118,14 @@ class _Walk:
         self.key = _untransposed(transposed)
         if self.key is None:
             raise _NotAnAttention("its scores are no product of queries with transposed keys")
-        self.inner.append(transposed)
+        self.operands.append(transposed)
 
     def step_back(self, at: fx.Node) -> fx.Node | None:
         """Take account of one node between the softmax and the scores; returns the node before it."""
         match kind(at), at.args:
             case (("cast" | "view"), (fx.Node() as before, *_)) if _keeps_shape(at):
                 return before
-            case ("mul" | "div") as what, (first, second):
+            case ("mul" | "div") as what, (first, second) if not at.kwargs:
                 before, other = _scores_first(first, second)
                 factor = number(other)
                 if not factor or (what == "div" and before is not first):
@@ -184,7 +185,8 @@ class _Walk:
                     views.append(column)
                     column = _tensor(column, 0)
                 if example(column).shape == (heads,):
-                    self.inner += [at, *views]
+                    self.inner.append(at)
+                    self.operands += views
                     self.sinks = column
                     return scores
         self.reasons.append("its scores are concatenated with something other than one number of each head")
@@ -192,7 +194,7 @@ class _Walk:
 
     def without_casts(self, at: fx.Node) -> fx.Node:
         while kind(at) == "cast":
-            self.inner.append(at)
+            self.operands.append(at)
             at = _tensor(at, 0)
         return at
 
@@ -200,7 +202,7 @@ class _Walk:
         """The query before a cast to a wider type: the fused attention computes scores in fp32 anyway."""
         if kind(query) != "cast" or example(query).dtype.itemsize < example(_tensor(query, 0)).dtype.itemsize:
             return query
-        self.inner.append(query)
+        self.operands.append(query)
         return _tensor(query, 0)
 
     def on(self) -> None:
@@ -234,15 +236,12 @@ class _Walk:
             )
 
     def check_uses(self) -> None:
-        """That nothing else uses what fusing would remove. A cast of Q or a view of the sinks may be shared, and stays
-        then."""
-        own = {*self.inner, self.softmax, self.node}
+        """That nothing else uses what fusing would remove. Casts and views of its operands may be shared: they stay."""
+        own = {*self.inner, *self.operands, self.softmax, self.node}
         for node in (*self.inner, self.softmax):
             if others := node.users.keys() - own:
-                if kind(node) in ("cast", "view", "transpose"):
-                    self.inner.remove(node)
-                else:
-                    self.reasons.append(f"the result of its {name_of(node)} is also used by {_names(others)}")
+                self.reasons.append(f"the result of its {name_of(node)} is also used by {_names(others)}")
+        self.operands = [node for node in self.operands if not node.users.keys() - own]
 
 
 def _keeps_shape(node: fx.Node) -> bool:

@@ -283,10 +283,18 @@ def _unaccounted_users(node: fx.Node, accounted: set[fx.Node], ends: set[fx.Node
 
 def _why_not_attention(users: Iterable[fx.Node]) -> str:
     """Why a decoded cache that ``users`` read is not read by an attention that was recognized."""
-    names = {name_of(user) for user in users}
+    direct = behind = set(users)
+    for _ in range(3):  # through a reshape and a transpose
+        behind = behind.union(*(user.users for user in behind))
+    names, later = ({name_of(user) for user in nodes} for nodes in (direct, behind))
+    reason = f"the decoded cache is read by {', '.join(sorted(names)) or 'nothing'}, not by an attention"
     if "flex_attention" in names:
         return FLEX
-    return f"the decoded cache is read by {', '.join(sorted(names)) or 'nothing'}, not by an attention"
+    if later & {"bmm", "baddbmm"}:
+        return f"{reason} that is recognized: its product has batch and heads in one dimension (bmm)"
+    if "matmul" in later and "output" in later:
+        return f"{reason} within this graph: a graph break cut it apart (TORCH_LOGS=graph_breaks shows where)"
+    return reason
 
 
 def _peel(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
