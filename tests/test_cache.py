@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, MambaConfig, MistralConfig, StaticCache, T5Config
+from transformers import (
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+    T5Config,
+)
 
 from kvpass import reference
 from kvpass.cache import QuantizedCache
-from kvpass.config import KVQuantConfig
+from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, get_format, register_format
 from kvpass.scale_files import Scale
 from kvpass.scales import KVScales, LayerScales
@@ -471,3 +479,41 @@ class TestKeptTokens:
     def test_layers_in_bf16_keep_nothing_twice(self, tiny_llama, ids):
         cache = filled(tiny_llama(), ids, KVQuantConfig("nvfp4", keep_first=4, skip_layers=[0]))
         assert cache.layers[0].key.kept is None and cache.layers[1].key.kept.shape == (3, 2, 4, 64)
+
+
+def qwen_with_large_biases(level):
+    """A Qwen2 whose k_proj has a bias of ``level`` in channels that rotary embedding hardly turns, and that matter."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 512}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, rope_parameters={"rope_type": "default", "rope_theta": 1e6})).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, channels = layer.self_attn, [13, 14, 15, 29, 30, 31]
+            attention.k_proj.bias.view(2, 32)[:, channels] = level * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+            attention.k_proj.weight.view(2, 32, -1)[:, channels] *= 3
+            attention.q_proj.weight.view(4, 32, -1)[:, channels] *= 3
+    return model
+
+
+def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
+    """As in Qwen2.5, whose k_proj biases reach into the hundreds."""
+    ids = torch.randint(0, 512, (2, 80), generator=torch.Generator().manual_seed(3))
+
+    def error(level, config):
+        model = qwen_with_large_biases(level)
+        cache = QuantizedCache(model.config, config, max_cache_len=80)
+        with torch.no_grad():
+            exact = model(ids).logits[:, 24:]
+        ours = logits(model, cache, ids[:, :24], ids[:, 24:])[:, 24:]
+        return float((ours - exact).norm() / exact.norm())
+
+    broken = {level: error(level, "fp8_e4m3") for level in (0, 150)}
+    shown = [f"fp8_e4m3 {broken[0]:.2f}, {broken[150]:.2f}"]
+    for preset in PRESETS:
+        usual, large = error(0, preset), error(150, preset)
+        shown.append(f"{preset} {usual:.2f}, {large:.2f}")
+        assert large < 1.1 * usual and large < broken[150] / 3
+    assert broken[150] > 4 * broken[0]
+    with capsys.disabled():
+        print(f"\nrelative logit error without, and with biases of 150 in K: {'; '.join(shown)}")
