@@ -344,3 +344,67 @@ class TestScales:
         step = torch.compile(attend, backend="kvquant", options={"scales": SCALES.to_dict()})
         with pytest.warns(UserWarning, match="which layer of a cache the buffers of K and V belong to cannot be told"):
             close(step(query, key, value, keys, values, slots, mask), expected)
+
+
+TRANSFORMED = [
+    "balanced",
+    "compact",
+    {"format": "fp8_e4m3+centred+rotated"},
+    {"format": "nvfp4+centred", "keep_first": 3, "layers": {1: "fp8_e4m3+rotated"}},
+]
+
+
+class TestTransforms:
+    @pytest.mark.parametrize("config", TRANSFORMED)
+    def test_fused_equals_eager_with_either_kind_of_prefill(self, tiny_llama, ids, config, device):
+        model, ids = tiny_llama(device), ids.to(device)
+        eager = QuantizedCache(model.config, config, max_cache_len=32)
+        expected = run(model, eager, ids)
+        step = torch.compile(model, backend="kvquant", mode="reduce-overhead")
+        for prefill in (model, None):
+            cache = QuantizedCache(model.config, config, max_cache_len=32)
+            ours = run(step, cache, ids, prefill=prefill)
+            # A compiled model rounds its K otherwise, and a search may then end at another scale for some block.
+            torch.testing.assert_close(ours, expected, rtol=0, atol=2e-3 * expected.abs().max().item())
+            for ours, theirs in zip(cache.layers, eager.layers, strict=True):
+                if ours.key.centre is not None:
+                    close(ours.key.centre, theirs.key.centre)
+        for report in reports_for(list(model.parameters())):
+            assert not report.count("not fused")
+
+    def test_a_compiled_prefill_after_a_reset_takes_new_centres(self, tiny_llama, ids):
+        model = tiny_llama()
+        step = torch.compile(model, backend="kvquant")
+        cache = QuantizedCache(model.config, "balanced", max_cache_len=32)
+        for start in (0, 3):  # 9 tokens each time
+            cache.reset()
+            expected = QuantizedCache(model.config, "balanced", max_cache_len=32)
+            close(run(step, cache, ids[:, start:]), run(model, expected, ids[:, start:]))
+            close(cache.layers[1].key.centre, expected.layers[1].key.centre)
+
+    @pytest.mark.parametrize("config", TRANSFORMED)
+    def test_static_cache(self, tiny_llama, ids, config, device):
+        """Its centres are those of what it holds when it is converted, unwritten slots not counted."""
+        model, ids = tiny_llama(device), ids.to(device)
+        expected = QuantizedCache(model.config, config, max_cache_len=32)
+        wanted = run(model, expected, ids)
+        options = KVQuantConfig.of(config).to_dict()
+        step = torch.compile(model, backend="kvquant", options=options)
+        for _ in range(2):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            ours = run(step, cache, ids, prefill=model)
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-3 * wanted.abs().max().item())
+            for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+                for released, buffers in ((ours.keys, theirs.key), (ours.values, theirs.value)):
+                    if buffers.centre is not None:
+                        close(released.buffers.centre, buffers.centre)
+                    assert (released.buffers.kept is None) == (buffers.kept is None)
+        cache.reset()
+        assert (cache.layers[0].keys.buffers.codes == 0).all()
+        run(model, cache, ids)  # eager use of the quantized storage
+
+    def test_a_preset_as_an_option(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        run(torch.compile(model, backend="kvquant", options={"format": "compact"}), cache, ids, prefill=model)
+        assert cache.layers[0].keys.format == "nvfp4+centred+rotated+sweep"

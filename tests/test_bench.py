@@ -361,7 +361,7 @@ def test_store_run(capsys):
 def test_wrong_store_gets_no_time(buffer, monkeypatch, capsys):
     def wrong(key, value, positions, *rest):
         right(key, value, positions, *rest)
-        target = rest[3 if buffer == "codes" else 4]
+        target = rest[5 if buffer == "codes" else 6]
         target.select(2, 0)[0, 0, 0] ^= 1
 
     right = ops.store

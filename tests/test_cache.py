@@ -2,13 +2,22 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, MambaConfig, MistralConfig, StaticCache, T5Config
+from transformers import (
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+    T5Config,
+)
 
 from kvpass import reference
 from kvpass.cache import QuantizedCache
-from kvpass.config import KVQuantConfig
+from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, get_format, register_format
-from kvpass.scales import KVScales
+from kvpass.scale_files import Scale
+from kvpass.scales import KVScales, LayerScales
 
 FORMATS = format_names()[:5]
 
@@ -354,3 +363,157 @@ class TestFormatsByLayer:
         register_format(KVFormat("test_cache_block32", "e2m1", block_scale="e8m0", block=32))
         with pytest.raises(ValueError, match="'test_cache_block32' cannot hold head_dim 80"):
             QuantizedCache(LlamaConfig(head_dim=80), KVQuantConfig("nvfp4", layers={3: "test_cache_block32"}))
+
+
+def keys_of(model, ids):
+    """K of each layer, ``[batch, kv_heads, length, head_dim]``, as one prefill makes it."""
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    logits(model, cache, ids)
+    return [layer.keys for layer in cache.layers]
+
+
+class TestCentres:
+    def test_are_the_mean_of_the_first_prefill_over_batch_and_tokens(self, tiny_llama):
+        model, ids = tiny_llama(), torch.randint(0, 512, (2, 300))
+        cache = filled(model, ids, "fp8_e4m3+centred", max_cache_len=400)
+        logits(model, cache, ids)
+        cache.reset()
+        logits(model, cache, ids)
+        for layer, keys in zip(cache.layers, keys_of(model, ids), strict=True):
+            torch.testing.assert_close(layer.key.centre, keys[:, :, :256].float().mean((0, 2)))
+            # And the tokens were stored around it: what is read is as near as the codes of what is left.
+            error = (layer.keys[:, :, :300] - keys).abs().max()
+            assert error <= (keys - layer.key.centre[:, None]).abs().max() / 16
+
+    def test_stay_until_a_reset_and_are_taken_again_after_it(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = filled(model, ids, KVQuantConfig(key_format="nvfp4+centred"))
+        centre, address = cache.layers[0].key.centre.clone(), cache.layers[0].key.centre.data_ptr()
+        assert cache.layers[0].value.centre is None and centre.abs().min() > 0
+        logits(model, cache, ids[:, 9:13], *steps(ids, 13))
+        assert torch.equal(cache.layers[0].key.centre, centre)
+        cache.reset()
+        logits(model, cache, ids[:, 12:20])
+        assert not torch.equal(cache.layers[0].key.centre, centre)
+        assert cache.layers[0].key.centre.data_ptr() == address
+        expected = QuantizedCache(model.config, KVQuantConfig(key_format="nvfp4+centred"), max_cache_len=32)
+        logits(model, expected, ids[:, 12:20])
+        assert torch.equal(cache.layers[0].keys, expected.layers[0].keys)
+
+    def test_of_a_first_token_alone(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = QuantizedCache(model.config, "fp8_e4m3+centred", max_cache_len=32)
+        logits(model, cache, ids[:1, :1], ids[:1, 1:9])
+        key = keys_of(model, ids[:1, :1])[0]
+        assert torch.equal(cache.layers[0].keys[:, :, :1], key)  # nothing is left of it but the centre
+        assert torch.equal(cache.layers[0].key.centre, key[0, :, 0])
+
+    def test_a_prefill_with_nan_leaves_zero_there(self, tiny_llama):
+        cache = QuantizedCache(tiny_llama().config, "fp8_e4m3+centred", max_cache_len=32)
+        x = torch.randn(1, 2, 5, 64)
+        x[0, 1, 2, 7] = torch.nan
+        cache.layers[0].update(x, x)
+        assert cache.layers[0].key.centre[1, 7] == 0 and (cache.layers[0].key.centre != 0).sum() == 127
+
+    def test_given_centres_are_subtracted_and_added(self, tiny_llama, ids):
+        model = tiny_llama()
+        rows = torch.randn(2, 2, 64).tolist()
+        scale = Scale((0.02,), "fp8_e4m3", tuple(map(tuple, rows[0])))
+        other = Scale((0.02,), "fp8_e4m3", tuple(map(tuple, rows[1])))
+        scales = KVScales((LayerScales(0, scale, other), LayerScales(1, scale, Scale((0.02,)))))
+        cache = filled(model, ids, KVQuantConfig.from_scales(scales))
+        layer = cache.layers[0]
+        assert torch.equal(layer.key.centre, torch.tensor(rows[0])) and cache.layers[1].value.centre is None
+        assert torch.equal(layer.value.centre, torch.tensor(rows[1]))
+        exact = filled(model, ids, "bf16").layers[0]
+        codes, _ = reference.quantize(
+            exact.keys[:, :, :9].float() - layer.key.centre[:, None], get_format("fp8_e4m3"), layer.key.scale
+        )
+        assert (codes == layer.key.codes[:, :, :9]).float().mean() > 0.9  # but for the rounding to bf16 of `exact`
+        plain = filled(model, ids, KVQuantConfig("fp8_e4m3+centred"))
+        assert not torch.equal(plain.layers[0].key.centre, layer.key.centre)
+
+    def test_cannot_be_changed_under_tokens(self, tiny_llama, ids):
+        model = tiny_llama()
+        scale = Scale((1.0,), "fp8_e4m3+centred", ((1.0,) * 64,) * 2)
+        scales = KVScales(tuple(LayerScales(i, scale, scale) for i in range(2)))
+        cache = filled(model, ids, "fp8_e4m3+centred")
+        with pytest.raises(ValueError, match="holds tokens that were stored with its present scales; call reset"):
+            cache.set_scales(scales)
+        with pytest.raises(ValueError, match="holds tokens that were stored with its present scales; call reset"):
+            cache.layers[0].set_scales(cache.layers[0].config)
+        cache.reset()
+        cache.set_scales(scales)
+        logits(model, cache, ids[:, :9])
+        assert (cache.layers[1].key.centre == 1).all()
+
+    def test_one_of_another_head_dim(self, tiny_llama, ids):
+        scale = Scale((1.0,), "fp8_e4m3", ((1.0,) * 32,) * 2)
+        scales = KVScales(tuple(LayerScales(i, scale, scale) for i in range(2)))
+        with pytest.raises(ValueError, match=r"a centre of shape \[2, 32\] for a layer of 2 KV heads of 64 values"):
+            filled(tiny_llama(), ids, KVQuantConfig.from_scales(scales))
+
+
+class TestKeptTokens:
+    def test_read_back_as_they_were(self, tiny_llama, ids):
+        model = tiny_llama(dtype=torch.bfloat16)
+        cache = filled(model, ids, KVQuantConfig("nvfp4", keep_first=4))
+        plain, exact = filled(model, ids, "nvfp4"), filled(model, ids, "bf16")
+        for layer, other, whole in zip(cache.layers, plain.layers, exact.layers, strict=True):
+            for name in ("keys", "values"):
+                read, quantized, true = (getattr(holder, name) for holder in (layer, other, whole))
+                assert torch.equal(read[:, :, :4], true[:, :, :4])
+                assert torch.equal(read[:, :, 4:], quantized[:, :, 4:])
+                assert not torch.equal(quantized[:, :, :4], true[:, :, :4])
+            assert layer.nbytes == other.nbytes + 2 * 3 * 2 * 4 * 64 * 2
+
+    def test_follow_the_rows_of_the_batch(self, tiny_llama, ids):
+        cache = filled(tiny_llama(), ids, KVQuantConfig("nvfp4", keep_first=4))
+        before = cache.layers[0].keys
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        assert torch.equal(cache.layers[0].keys, before[[2, 0, 0]])
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(2)
+        assert torch.equal(cache.layers[0].keys, before[[0, 0]])
+
+    def test_layers_in_bf16_keep_nothing_twice(self, tiny_llama, ids):
+        cache = filled(tiny_llama(), ids, KVQuantConfig("nvfp4", keep_first=4, skip_layers=[0]))
+        assert cache.layers[0].key.kept is None and cache.layers[1].key.kept.shape == (3, 2, 4, 64)
+
+
+def qwen_with_large_biases(level):
+    """A Qwen2 whose k_proj has a bias of ``level`` in channels that rotary embedding hardly turns, and that matter."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 512}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, rope_parameters={"rope_type": "default", "rope_theta": 1e6})).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, channels = layer.self_attn, [13, 14, 15, 29, 30, 31]
+            attention.k_proj.bias.view(2, 32)[:, channels] = level * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+            attention.k_proj.weight.view(2, 32, -1)[:, channels] *= 3
+            attention.q_proj.weight.view(4, 32, -1)[:, channels] *= 3
+    return model
+
+
+def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
+    """As in Qwen2.5, whose k_proj biases reach into the hundreds."""
+    ids = torch.randint(0, 512, (2, 80), generator=torch.Generator().manual_seed(3))
+
+    def error(level, config):
+        model = qwen_with_large_biases(level)
+        cache = QuantizedCache(model.config, config, max_cache_len=80)
+        with torch.no_grad():
+            exact = model(ids).logits[:, 24:]
+        ours = logits(model, cache, ids[:, :24], ids[:, 24:])[:, 24:]
+        return float((ours - exact).norm() / exact.norm())
+
+    broken = {level: error(level, "fp8_e4m3") for level in (0, 150)}
+    shown = [f"fp8_e4m3 {broken[0]:.2f}, {broken[150]:.2f}"]
+    for preset in PRESETS:
+        usual, large = error(0, preset), error(150, preset)
+        shown.append(f"{preset} {usual:.2f}, {large:.2f}")
+        assert large < 1.1 * usual and large < broken[150] / 3
+    assert broken[150] > 4 * broken[0]
+    with capsys.disabled():
+        print(f"\nrelative logit error without, and with biases of 150 in K: {'; '.join(shown)}")

@@ -423,3 +423,33 @@ class TestCommand:
 def test_the_public_name_can_be_called_whatever_is_imported_first(first):
     code = f"{first}\nimport kvpass\nprint(callable(kvpass.calibrate))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
+
+
+class TestTransforms:
+    def test_scales_are_those_of_centred_and_rotated_values(self, model, data):
+        scales = measure(model, data, "fp8_e4m3+centred+rotated", power_of_two=False)
+        for layer, sides in zip(scales.layers, keys_and_values(model, data), strict=True):
+            for scale, x in zip((layer.key, layer.value), sides, strict=True):
+                centre = torch.tensor(scale.centre)
+                torch.testing.assert_close(centre, x[:, :16].float().mean(1))  # of the first window
+                stored = reference.rotate(x.float() - centre[:, None])
+                torch.testing.assert_close(torch.tensor(scale.scale), stored.abs().max().view(1) / 448)
+
+    @pytest.mark.parametrize("method", ["percentile", "least_squares"])
+    def test_a_constant_in_all_tokens_does_not_show(self, model, data, method):
+        biased = copy.deepcopy(model)
+        biased.model.layers[1].self_attn.v_proj.bias = torch.nn.Parameter(torch.full((128,), 50.0).bfloat16())
+
+        def scale(model, format):
+            return measure(model, data, format, method=method, power_of_two=False)[1].value.scale[0]
+
+        assert scale(biased, "fp8_e4m3+centred") == pytest.approx(scale(model, "fp8_e4m3+centred"), rel=0.3)
+        assert scale(biased, "fp8_e4m3") > 3 * scale(model, "fp8_e4m3")
+
+    def test_centres_alone(self, model, data, tmp_path):
+        scales = measure(model, data, "fp4_mx_block16+centred")
+        assert scales[0].key.scale == () and len(scales[0].key.centre[1]) == 64
+        scales.to_json(tmp_path / "kv.json")
+        assert KVScales.from_json(tmp_path / "kv.json") == scales
+        cache = filled(model, KVQuantConfig.from_file(tmp_path / "kv.json"), data[0][None])
+        assert torch.equal(cache.layers[1].value.centre, torch.tensor(scales[1].value.centre))

@@ -54,6 +54,17 @@ def test_generate_equals_the_unfused_path_token_for_token(tiny_llama, prompt, na
     assert f"K {name}, V {name}" in str(report)
 
 
+@pytest.mark.parametrize("name", ["balanced", "compact"])
+def test_presets(tiny_llama, prompt, name):
+    model, config = tiny_llama(), kvpass.KVQuantConfig.preset(name)
+    expected = by_hand(model, prompt, name)
+    kvpass.enable(model, name)
+    assert torch.equal(generate(model, prompt), expected)
+    report = kvpass.report(model)
+    assert report.fused == 2 and report.eager_reads == 0 and report.config == config
+    assert f"K {config.key_format}, V {config.value_format}" in str(report) and repr(config) in str(report)
+
+
 def test_formats_apart(tiny_llama, prompt):
     model = tiny_llama()
     config = kvpass.KVQuantConfig(key_format="fp8_e4m3", value_format="nvfp4")

@@ -19,6 +19,7 @@ from kvpass.formats import KVBuffers, get_format
 
 pytest.importorskip("triton")
 hopper_decode = pytest.importorskip("kvpass.kernels.hopper_decode")
+attention = pytest.importorskip("kvpass.kernels.attention").attention  # goes there, with the rotations around it
 
 ON_HOPPER = (
     torch.cuda.is_available()
@@ -29,15 +30,19 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper
 hopper = lambda test: gpu[0](gpu[1](test))  # noqa: E731
 
 
-def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device):
+def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device, keep=0):
     """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others."""
     fmt = get_format(name)
-    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu")
+    buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu", keep=keep)
     for tensor in (buffers.codes, buffers.block_scale):
         if tensor is not None:
             tensor.fill_(0xFF)
     if buffers.scale is not None:
         buffers.scale.uniform_(0.25, 2.0)
+    if buffers.centre is not None:
+        buffers.centre.normal_()
+    if buffers.kept is not None:
+        buffers.kept.fill_(torch.nan)
     spread = torch.randint(-3, 3, (batch, kv_heads, length, head_dim // 16, 1)).float().exp2()
     x = (torch.randn(batch, kv_heads, length, head_dim // 16, 16) * spread).flatten(-2)
     reference.write(buffers, fmt, x, torch.arange(length))
@@ -49,24 +54,24 @@ class Case:
 
     def __init__(
         self, key="nvfp4", value=None, dtype=torch.bfloat16, batch=2, kv_heads=2, group=4, head_dim=128,
-        length=77, max_len=None, query_length=1, causal=False, mask=None, softcap=0.0, sinks=None,
+        length=77, max_len=None, query_length=1, causal=False, mask=None, softcap=0.0, sinks=None, keep=0,
     ):  # fmt: skip
         torch.manual_seed(length + group + head_dim)
         self.formats = key, value or key
         self.causal, self.scale = causal, head_dim**-0.5
         self.extras = {"softcap": softcap, "sinks": None if sinks is None else sinks.cuda()}
         max_len = max_len or length + 19
-        self.key = make_buffers(self.formats[0], batch, kv_heads, max_len, head_dim, length, "cuda")
-        self.value = make_buffers(self.formats[1], batch, kv_heads, max_len, head_dim, length, "cuda")
+        self.key = make_buffers(self.formats[0], batch, kv_heads, max_len, head_dim, length, "cuda", keep)
+        self.value = make_buffers(self.formats[1], batch, kv_heads, max_len, head_dim, length, "cuda", keep)
         self.query = torch.randn(batch, kv_heads * group, query_length, head_dim, device="cuda").to(dtype)
         self.positions = torch.arange(length - query_length, length, device="cuda")
         self.mask = mask(batch, kv_heads * group, query_length, max_len, length).cuda() if mask else None
 
     def run(self):
         arguments = (self.query, *self.key, *self.value, self.positions, self.mask, self.scale, self.causal)
-        assert hopper_decode.supports(*arguments, *self.formats) is None
+        assert hopper_decode.supports(*arguments, *self.formats, **self.extras) is None
         torch.full((1 << 22,), torch.nan, device="cuda")  # what the allocator hands out next is poisoned
-        return hopper_decode.attention(*arguments, *self.formats, **self.extras)
+        return attention(*arguments, *self.formats, **self.extras)
 
     def oracle(self):
         """The exact answer, and the relative error torch makes on the same K and V in the dtype of the query."""
@@ -286,7 +291,7 @@ def test_replay_follows_the_counter(format):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         arguments = (case.query, *case.key, *case.value, case.positions, None, case.scale, False)
-        out = hopper_decode.attention(*arguments, *case.formats)
+        out = attention(*arguments, *case.formats)
     for position in (0, 1, 31, 32, 100, 299):
         case.positions.fill_(position)
         graph.replay()
@@ -294,6 +299,78 @@ def test_replay_follows_the_counter(format):
         assert torch.equal(out, case.run())
         exact, torch_error = case.oracle()
         assert relative(out, exact) <= 1.5 * torch_error + torch.finfo(out.dtype).eps / 4
+
+
+@hopper
+@pytest.mark.parametrize("keep", [0, 1, 4, 40])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fp8_e4m3+centred+rotated", "nvfp4+4over6"),
+        ("nvfp4+centred+rotated+sweep", "nvfp4+sweep"),
+        ("nvfp4+centred", "fp8_e4m3+centred+rotated"),
+        ("fp4_mx_block16+rotated", "nvfp4+centred"),
+    ],
+)
+def test_transforms_and_kept_slots(key, value, keep):
+    for length in (3, 33, 500):
+        Case(key, value, length=length, keep=keep).check()
+        Case(key, value, length=length, keep=keep, head_dim=64, group=3, mask=left_padding).check()
+    Case(key, value, length=300, query_length=3, causal=True, keep=keep).check()
+    Case(key, value, length=300, query_length=2, mask=of_every_row, keep=keep, head_dim=256).check()
+
+
+@hopper
+def test_rows_that_see_nothing_are_zero_with_a_centre_too():
+    case = Case("nvfp4", "nvfp4+centred", length=100, keep=4)
+    case.mask = torch.ones(2, 1, 1, 119, dtype=torch.bool, device="cuda")
+    case.mask[1] = False
+    out = case.run()
+    assert (out[1] == 0).all() and (out[0] != 0).any()
+
+
+@pytest.mark.parametrize(("length", "causal", "masked"), [(20, False, False), (2, False, False), (7, True, True)])
+def test_the_combination_weighs_kept_slots_and_adds_the_centre(monkeypatch, length, causal, masked):
+    """The second kernel alone, in triton's interpreter, with parts worked out here."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs triton's interpreter")
+    monkeypatch.setattr(hopper_decode.tl.extra.cuda, "gdc_wait", lambda *args, **kwargs: None)
+    torch.manual_seed(0)
+    batch, kv_heads, group, tokens, dim, keep, splits = 2, 2, 2, 2, 64, 4, 1
+    rows, scale, unpacked = group * tokens, 0.125, 2.0**14
+    key, value = torch.randn(2, batch, kv_heads, length, dim)
+    kept_key, kept_value = (torch.full((batch, kv_heads, keep, dim), torch.nan).bfloat16() for _ in range(2))
+    for kept, x in ((kept_key, key), (kept_value, value)):
+        x[:, :, :keep] = x[:, :, :keep].bfloat16().float()
+        kept[:, :, :length] = x[:, :, :keep]
+    query = torch.randn(batch, kv_heads * group, tokens, dim)
+    centre, tensor_scale = torch.randn(kv_heads, dim), torch.tensor([0.5, 2.0])
+    positions = torch.arange(length - tokens, length)
+    mask = torch.rand(batch, 1, tokens, length) > 0.4
+    mask[..., 0], mask[0, 0, 1] = True, False
+    mask = mask if masked else torch.ones_like(mask)
+
+    scores = query.unflatten(1, (kv_heads, group)) @ key[:, :, None].mT * (scale * 1.4426950408889634)
+    visible = mask[:, None] & (torch.arange(length) <= positions[:, None] if causal else True)
+    scores = scores.masked_fill(~visible, -torch.inf)[..., keep:].flatten(2, 3)  # of what the first kernel sees
+    largest = scores.amax(-1).clamp(min=-1e30) if length > keep else torch.full((batch, kv_heads, rows), -1e30)
+    p = torch.exp2(scores - largest[..., None])
+    parts = p @ value[:, :, keep:] / (unpacked * tensor_scale.view(-1, 1, 1))
+    statistics = torch.stack([largest, p.sum(-1)], -1).contiguous()
+    out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
+    hopper_decode._combine_kernel[(batch * kv_heads * rows, 2)](
+        parts.contiguous(), statistics, out, tensor_scale, centre, positions, 64, splits, kv_heads, unpacked,
+        query, kept_key, kept_value, mask if masked else None, scale, *query.stride()[:3],
+        mask.stride(0), 0, mask.stride(2), mask.stride(3),
+        QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim, BLOCK_SPLITS=1, BLOCK_DIM=32, TENSOR_SCALE=True,
+        CAUSAL=causal, KEEP=keep,
+    )  # fmt: skip
+    expected = reference.attention(query, key, value, positions, mask, scale, causal)
+    sees = visible[:, :, 0].any(-1, keepdim=True)  # of each batch row and query token
+    expected += centre.repeat_interleave(group, 0)[None, :, None] * sees
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def shapes(**changes):
@@ -351,16 +428,18 @@ def test_split_count(heads, max_len, splits):
 
 
 COMPILED_SHAPES = [
-    # key format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks and an added mask
-    ("nvfp4", 128, 32, 8192, 4, None, False),
-    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), False),
-    ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096), False),
-    ("nvfp4", 128, 1, 131072, 8, None, False),
-    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), True),
-    ("fp8_e4m3", 128, 32, 8192, 4, None, False),
-    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), False),
-    ("fp8_e4m3", 64, 1, 4096, 3, None, False),
-    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), True),
+    # format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks and an added mask, slots kept
+    ("nvfp4", 128, 32, 8192, 4, None, False, 0),
+    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 0),
+    ("nvfp4", 64, 1, 4096, 3, (1, 1, 1, 4096), False, 0),
+    ("nvfp4", 128, 1, 131072, 8, None, False, 0),
+    ("nvfp4", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
+    ("fp8_e4m3", 128, 32, 8192, 4, None, False, 0),
+    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 0),
+    ("fp8_e4m3", 64, 1, 4096, 3, None, False, 0),
+    ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
+    ("nvfp4+centred+rotated+sweep", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 4),
+    ("fp8_e4m3+centred+rotated", 128, 1, 131072, 4, None, False, 0),
 ]
 
 
@@ -391,10 +470,11 @@ def compile_without_gpu() -> None:
     for name in ("_decode_kernel", "_combine_kernel"):
         setattr(hopper_decode, name, Warmup(getattr(hopper_decode, name)))
     spilled = []
-    for name, head_dim, batch, max_len, group, mask_shape, capped in COMPILED_SHAPES:
+    for name, head_dim, batch, max_len, group, mask_shape, capped, keep in COMPILED_SHAPES:
         compiled: list = []
-        buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta")
-        query = torch.empty(batch, 8 * group, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta", keep=keep)
+        dtype = torch.float32 if get_format(name).rotated else torch.bfloat16
+        query = torch.empty(batch, 8 * group, 1, head_dim, dtype=dtype, device="meta")
         positions = torch.empty(1, dtype=torch.int64, device="meta")
         mask = mask_shape and torch.empty(mask_shape, dtype=torch.bfloat16 if capped else torch.bool, device="meta")
         sinks = torch.empty(8 * group, dtype=torch.bfloat16, device="meta") if capped else None

@@ -816,10 +816,10 @@ def _combine_kernel(
             visible = slot < limit
             if mask is not None:
                 cell = mask + batch * mask_stride_batch + query_head * mask_stride_head + token * mask_stride_token
-                visible = visible & (tl.load(cell + slot * mask_stride_slot, mask=visible, other=0) != 0)
+                visible = visible & (tl.load(cell + slot * mask_stride_slot) != 0)
             kept = (head.to(tl.int64) * KEEP + slot) * HEAD_DIM
-            k = tl.load(key_kept + kept + every, mask=visible, other=0.0).to(tl.float32)
-            v = tl.load(value_kept + kept + dim, mask=visible, other=0.0).to(tl.float32)
+            k = tl.load(key_kept + kept + every).to(tl.float32)
+            v = tl.where(visible, tl.load(value_kept + kept + dim).to(tl.float32), 0.0)  # also where it may be NaN
             score = tl.where(visible, tl.sum(q * k, axis=0), float("-inf"))
             raised = tl.maximum(kept_max, score)
             shrink = tl.exp2(kept_max - raised)
