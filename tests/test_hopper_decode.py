@@ -330,7 +330,7 @@ def test_rows_that_see_nothing_are_zero_with_a_centre_too():
 
 
 @pytest.mark.parametrize(("length", "causal", "masked"), [(20, False, False), (2, False, False), (7, True, True)])
-def test_the_combination_weighs_kept_slots_and_adds_the_centre(monkeypatch, length, causal, masked):
+def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked):
     """The second kernel alone, in triton's interpreter, with parts worked out here."""
     import triton
 
@@ -359,18 +359,19 @@ def test_the_combination_weighs_kept_slots_and_adds_the_centre(monkeypatch, leng
     p = torch.exp2(scores - largest[..., None])
     parts = p @ value[:, :, keep:] / (unpacked * tensor_scale.view(-1, 1, 1))
     statistics = torch.stack([largest, p.sum(-1)], -1).contiguous()
-    out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
-    hopper_decode._combine_kernel[(batch * kv_heads * rows, 2)](
-        parts.contiguous(), statistics, out, tensor_scale, centre, positions, 64, splits, kv_heads, unpacked,
-        query, kept_key, kept_value, mask if masked else None, scale, *query.stride()[:3],
-        mask.stride(0), 0, mask.stride(2), mask.stride(3),
-        QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim, BLOCK_SPLITS=1, BLOCK_DIM=32, TENSOR_SCALE=True,
-        CAUSAL=causal, KEEP=keep,
-    )  # fmt: skip
-    expected = reference.attention(query, key, value, positions, mask, scale, causal)
     sees = visible[:, :, 0].any(-1, keepdim=True)  # of each batch row and query token
-    expected += centre.repeat_interleave(group, 0)[None, :, None] * sees
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    shift = centre.repeat_interleave(group, 0)[None, :, None] * sees
+    for sinks, given, added in ((None, centre, shift), (torch.linspace(-2, 3, kv_heads * group), None, 0.0)):
+        out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
+        hopper_decode._combine_kernel[(batch * kv_heads * rows, 2)](
+            parts.contiguous(), statistics, out, tensor_scale, given, sinks, positions, 64, splits, kv_heads, unpacked,
+            query, kept_key, kept_value, mask if masked else None, scale, *query.stride()[:3],
+            mask.stride(0), 0, mask.stride(2), mask.stride(3),
+            QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim, BLOCK_SPLITS=1, BLOCK_DIM=32, TENSOR_SCALE=True,
+            CAUSAL=causal, KEEP=keep,
+        )  # fmt: skip
+        expected = reference.attention(query, key, value, positions, mask, scale, causal, 0.0, sinks)
+        torch.testing.assert_close(out, expected + added, rtol=1e-4, atol=1e-5)
 
 
 def shapes(**changes):
