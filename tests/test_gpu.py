@@ -72,13 +72,15 @@ def test_replay_is_bit_for_bit_what_runs_without_cuda_graphs(tiny_llama, recordi
     assert len(recordings) == 1
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_fused_tokens_are_the_unfused_ones(tiny_llama, name):
-    model, prompt = make_model(tiny_llama, initializer_range=0.05), prompt_of()
+def test_fused_tokens_are_the_unfused_ones(tiny_llama, name, implementation):
+    model, prompt = make_model(tiny_llama, initializer_range=0.05, attn_implementation=implementation), prompt_of()
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
     plain = model.generate(prompt, max_new_tokens=40, past_key_values=cache, disable_compile=True, **GREEDY)
     kvpass.enable(model, name)
     fused = model.generate(prompt, max_new_tokens=40, **GREEDY)
+    assert kvpass.report(model).fused == 2
     # bf16 arithmetic in another order: the tokens of a random model may part at a near-tie, not at once.
     same = (plain == fused).long().cumprod(1).sum(1)
     assert (same >= 9 + 8).all(), same

@@ -38,6 +38,7 @@ Codes are decoded to fp16 and multiplied by their e4m3 block scale there, which 
 2^-14, the bits being moved and nothing converted. e8m0 block scales reach exponents that only bf16 holds, so there the
 products run in bf16. Sums and softmax are fp32. Query rows are scaled by a power of two into [1, 2) before fp16, and
 every factor that is common to a head (tensor scales, 2^14, softmax scale, log2 e) multiplies scores and output only.
+A softcap takes the place of that factor of the scores; attention sinks join in the second kernel, with the parts.
 
 Splits
 ------
