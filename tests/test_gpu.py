@@ -10,7 +10,7 @@ import kvpass
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = kvpass.format_names()[:5]
+FORMATS = (*kvpass.format_names()[:5], "balanced", "compact")
 SHAPES = {
     "head_dim 128, group 4": {"head_dim": 128, "num_attention_heads": 8},
     "head_dim 64, group 3": {"hidden_size": 384, "num_attention_heads": 6},

@@ -6,14 +6,22 @@ import torch
 from kvpass import ops, reference
 from kvpass.formats import format_names, get_format
 
-PAIRS = [(name, name) for name in format_names()[:5]] + [("fp8_e4m3", "nvfp4"), ("nvfp4", "bf16")]
+PAIRS = [(name, name) for name in format_names()[:5]] + [
+    ("fp8_e4m3", "nvfp4"),
+    ("nvfp4", "bf16"),
+    ("fp8_e4m3+centred+rotated", "nvfp4+4over6"),
+    ("nvfp4+sweep", "mxfp4+centred+rotated"),
+]
 
 
 def filled(key_format, value_format, device, length=33, slots=40, heads=3, dim=64):
     """Buffers of K and V with `length` tokens stored, and those tokens."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, heads, length, dim, device=device)
-    key, value = (get_format(f).allocate(2, heads, slots, dim, device) for f in (key_format, value_format))
+    key, value = (get_format(f).allocate(2, heads, slots, dim, device, keep=4) for f in (key_format, value_format))
+    for buffers in (key, value):
+        if buffers.centre is not None:
+            buffers.centre.normal_()
     ops.store(k, v, torch.arange(length, device=device), *key, *value, key_format, value_format)
     return k, v, key, value
 
@@ -36,6 +44,7 @@ def test_opcheck(key_format, value_format, device):
 def test_store_and_dequantize_are_the_specification(key_format, value_format, device):
     k, v, key, value = filled(key_format, value_format, device)
     for x, buffers, name in ((k, key, key_format), (v, value, value_format)):
+        x = reference.transform(x, get_format(name), buffers.centre)
         codes, scales = reference.quantize(x, get_format(name), buffers.scale)
         stored_codes, stored_scales = reference.to_interchange(buffers, 33)
         assert torch.equal(stored_codes, codes)

@@ -50,6 +50,9 @@ same order; it is launched early (programmatic dependent launch), so that launch
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
 buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
 
+A rotated query comes from a small kernel just before. This one is launched early too, and waits for it only when its
+own first copies are on their way.
+
 Slots that are kept in bf16 are hidden from these programs; the second kernel, which is launched before it has something
 to add up, weighs them meanwhile.
 """
@@ -633,14 +636,15 @@ def _decode_kernel(
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
     K_CODEC: gl.constexpr, K_SCALE: gl.constexpr, K_BLOCK: gl.constexpr, K_TENSOR_SCALE: gl.constexpr,
     V_CODEC: gl.constexpr, V_SCALE: gl.constexpr, V_BLOCK: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
     ``MASK`` is "none", "row" (one row of the mask for all columns) or "columns", or one of the latter two with "added"
     before it, where the mask is added to the scores. The grid is (batch * kv_heads, splits, tiles of query rows).
     """
-    tl.extra.cuda.gdc_launch_dependents()
+    if not ROTATED:
+        tl.extra.cuda.gdc_launch_dependents()
     K_WORDS: gl.constexpr = HEAD_DIM // 8 if K_CODEC == "e2m1" else HEAD_DIM // 4
     V_WORDS: gl.constexpr = HEAD_DIM // 8 if V_CODEC == "e2m1" else HEAD_DIM // 4
     K_BLOCKS: gl.constexpr = HEAD_DIM // K_BLOCK if K_BLOCK else 0
@@ -679,6 +683,9 @@ def _decode_kernel(
             tile, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
         )  # fmt: skip
 
+        if ROTATED:  # by a kernel that this one was launched behind, and that the next one may read the result of too
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         batch = head // kv_heads
         kv_head = head % kv_heads
         q, factor = _load_query(
@@ -776,6 +783,9 @@ def _decode_kernel(
             tile = following
             buffer = 1 - buffer
         _store_part(partial, statistics, head * splits + split, output, maximum, total, ROWS, row0, HEAD_DIM, V_CODEC)
+    else:
+        if ROTATED:  # no program ends before the rotation has
+            tl.extra.cuda.gdc_wait()
 
 
 # Adding the parts up --------------------------------------------------------------------------------------------------
@@ -1103,7 +1113,9 @@ def attention(
             MASK=mask_kind,
             CAUSAL=is_causal and query_length > 1,
             KEEP=keep,
+            ROTATED=key.rotated,
             num_warps=1,
+            launch_pdl=key.rotated,
             maxnreg=registers,
         )
         _combine_kernel[(batch * heads * query_length, head_dim // block_dim)](

@@ -29,7 +29,10 @@ def _rotate_kernel(
     NORM: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    LAUNCHES_EARLY: tl.constexpr,
 ):
+    if LAUNCHES_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     start = row // (heads * length) * batch_stride + row // length % heads * head_stride + row % length * token_stride
     column = tl.arange(0, WIDTH)[None, :]
@@ -39,12 +42,14 @@ def _rotate_kernel(
     tl.store(out + row[:, None] * HEAD_DIM + column, round_to(value, OUT_DTYPE), mask=is_value)
 
 
-def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rotate_rows(x: torch.Tensor, dtype: torch.dtype, launches_early: bool = False) -> torch.Tensor:
     """``x @ R`` (:func:`kvpass.reference.rotate`) with fp32 arithmetic.
 
     Args:
         x: ``[batch, heads, length, head_dim]`` bf16, fp16 or fp32, any strides.
         dtype: Of the result; one of these.
+        launches_early: Whether the next kernel may start before this one is done, and waits for it by itself
+            (programmatic dependent launch; Hopper and later).
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -66,6 +71,7 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             NORM=size**-0.5,
             OUT_DTYPE=_DTYPES[dtype],
             BLOCK_ROWS=_BLOCK_ROWS,
+            LAUNCHES_EARLY=launches_early,
             num_warps=1,
         )
     return out
