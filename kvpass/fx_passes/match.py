@@ -27,6 +27,7 @@ from torch._dynamo.source import GetItemSource
 SDPA = torch.nn.functional.scaled_dot_product_attention
 STORE = torch.ops.kvpass.store.default
 DEQUANTIZE = torch.ops.kvpass.dequantize.default
+UNROLL = torch.ops.kvpass.unroll.default
 RELEASED = torch.ops.kvpass.released.default
 
 
@@ -39,17 +40,19 @@ class QuantizedRead:
         buffers: Nodes of codes, block scales and scale (None where the format has none).
         positions: Node of the slots of this call's tokens.
         format: The format's name.
+        unroll: The ``kvpass::unroll`` behind it, where the buffers are a ring.
     """
 
     node: fx.Node
     buffers: tuple[fx.Node | None, ...]
     positions: fx.Node
     format: str
+    unroll: fx.Node | None = None
 
     @property
     def source(self) -> fx.Node:
-        """The node whose shape is ``[batch, kv_heads, slots, head_dim]``."""
-        return self.node
+        """The node whose shape is ``[batch, kv_heads, positions, head_dim]``."""
+        return self.unroll or self.node
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
             for name in ("key", "value"):
                 source, views = _peel(_before_cut(call[name]))
                 accounted.update((source, *views))
+                if source.target is UNROLL:
+                    accounted.add(source.args[0])  # type: ignore[arg-type]
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         others = node.users.keys() - accounted
         if others or node not in accounted:
@@ -199,7 +204,7 @@ def _match_attention(node: fx.Node, call: dict[str, Any], by_layer: bool) -> Mat
     for name, source, read in sides:
         consumed += _peel(source)[1]
         if isinstance(read, QuantizedRead):
-            consumed.append(read.node)
+            consumed += [node for node in (read.unroll, read.node) if node is not None]
             continue
         own = (read.copy, *read.markers)
         holders = (read.buffer, *own, *_peel(source)[1])
@@ -240,6 +245,11 @@ def _obstacle(
     for name, read in (("K", key), ("V", value)):
         if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
             return f"the {name} buffer is allocated in this graph; the next one can be fused"
+    if isinstance(key, QuantizedRead):
+        if example(key.positions).shape[0] != (length := example(call["query"]).shape[2]):
+            return f"{length} query tokens read a cache to which another number of tokens was added"
+        if key.unroll is not None and (mask is None or example(mask).shape[-1] != example(key.source).shape[2]):
+            return "it reads a sliding window without a mask over all positions"
     if heads % kv_heads:
         return f"{heads} query heads are no multiple of {kv_heads} KV heads"
     if mask is not None and example(mask).dim() != 4:
@@ -290,9 +300,12 @@ def _adds_group_dimension(node: fx.Node) -> bool:
 def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     """Where K or V comes from, or what is in the way (worded to follow the word K or V)."""
     source, _ = _peel(_before_cut(node))
-    if source.target is DEQUANTIZE:
-        codes, block_scale, scale, positions, format, _ = source.args
-        return QuantizedRead(source, (codes, block_scale, scale), positions, format)  # type: ignore[arg-type]
+    unroll = source if source.target is UNROLL else None
+    if (read := source.args[0] if unroll else source).target is DEQUANTIZE:  # type: ignore[union-attr]
+        codes, block_scale, scale, positions, format, _ = read.args  # type: ignore[union-attr]
+        return QuantizedRead(read, (codes, block_scale, scale), positions, format, unroll)  # type: ignore[arg-type]
+    if source.target == "index_copy" and getattr(source.args[0], "target", None) is UNROLL:
+        return "comes from a sliding window to which more tokens are added at once than it has spare slots for"
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):

@@ -11,10 +11,11 @@ from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
-from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
+from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead, example
 
 STORE = torch.ops.kvpass.store.default
 ATTENTION = torch.ops.kvpass.attention.default
+RING_MASK = torch.ops.kvpass.ring_mask.default
 
 
 class Input(NamedTuple):
@@ -72,7 +73,11 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            arguments = (site.query, *buffers, site.key.positions, site.mask, site.scale, False, *formats)
+            mask = site.mask
+            if isinstance(site.key, QuantizedRead) and site.key.unroll is not None:
+                slots = example(site.key.node).shape[2]
+                mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], slots))
+            arguments = (site.query, *buffers, site.key.positions, mask, site.scale, False, *formats)
             fused = graph.call_function(ATTENTION, arguments)
         fused.meta = dict(site.attention.meta)
         site.attention.replace_all_uses_with(fused)
