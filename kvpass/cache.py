@@ -34,7 +34,7 @@ from transformers.cache_utils import (
 
 from kvpass import ops, reference
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers
+from kvpass.formats import KVBuffers, KVFormat
 from kvpass.scales import KVScales
 
 # Slots of a ring beyond its window. So many tokens can be cropped from a full ring (a rejected draft of assisted
@@ -254,14 +254,19 @@ class QuantizedLayer(CacheLayerMixin):
         if not (is_first_prefill or torch.compiler.is_compiling()):
             self.eager_reads += 1
         overwrites = not is_first_prefill and length > 1 + self.slots - self.window and self.is_ring
-        before = self._read_both(positions[:1] - 1, key_states.dtype, value_states.dtype) if overwrites else None
+        key, value = (
+            (self.key, self.key_format, key_states.dtype),
+            (self.value, self.value_format, value_states.dtype),
+        )
+        before = self._read(positions[:1] - 1, key, value) if overwrites else None
         self._store(key_states, value_states, positions)
         self.is_empty = False
         if is_first_prefill:
             return key_states, value_states
         if before is not None:
             return before[0].index_copy(2, positions, key_states), before[1].index_copy(2, positions, value_states)
-        return self._read_both(positions, key_states.dtype, value_states.dtype)
+        decoded_key, decoded_value = self._read(positions, key, value)
+        return decoded_key, decoded_value
 
     @property
     def is_ring(self) -> bool:
@@ -271,12 +276,12 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """K at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.key, self.key_format.name) if self.is_initialized else None
+        return self._decode(self.key, self.key_format) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """V at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.value, self.value_format.name) if self.is_initialized else None
+        return self._decode(self.value, self.value_format) if self.is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -377,22 +382,16 @@ class QuantizedLayer(CacheLayerMixin):
         formats = self.key_format.name, self.value_format.name
         ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
 
-    def _read(self, buffers: KVBuffers, format: str, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """K or V, decoded, as it is when the newest token is at ``positions[-1]``."""
+    def _read(self, positions: Tensor, *sides: tuple[KVBuffers, KVFormat, torch.dtype]) -> list[Tensor]:
+        """What ``sides`` decode to when the newest token is at ``positions[-1]``."""
         written = positions
         if self.is_ring:
             written = torch.where(positions < self.max_cache_len, positions.clamp(max=self.slots - 1), positions)
-        decoded: Tensor = ops.dequantize(*buffers, written, format, dtype)
-        return ops.unroll(decoded, positions, self.max_cache_len) if self.is_ring else decoded
+        decoded = [ops.dequantize(*buffers, written, fmt.name, dtype) for buffers, fmt, dtype in sides]
+        return [ops.unroll(side, positions, self.max_cache_len) for side in decoded] if self.is_ring else decoded
 
-    def _read_both(self, positions: Tensor, key_dtype: torch.dtype, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return (
-            self._read(self.key, self.key_format.name, positions, key_dtype),
-            self._read(self.value, self.value_format.name, positions, value_dtype),
-        )
-
-    def _decode(self, buffers: KVBuffers, format: str) -> Tensor:
-        decoded = self._read(buffers, format, self.last_position.clamp(min=0), self.dtype)
+    def _decode(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
+        (decoded,) = self._read(self.last_position.clamp(min=0), (buffers, fmt, self.dtype))
         return decoded * (self.last_position >= 0)
 
     def _batched(self) -> list[Tensor]:

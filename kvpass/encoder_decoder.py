@@ -14,7 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from kvpass.cache import Lengths, QuantizedCache, QuantizedLayer
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers
+from kvpass.formats import KVBuffers, KVFormat
 
 
 class QuantizedEncoderDecoderCache(EncoderDecoderCache):
@@ -130,17 +130,17 @@ class CrossAttentionLayer(QuantizedLayer):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """K, decoded: ``[batch, kv_heads, encoder_length, head_dim]``; None before initialization."""
-        return self._stored(self.key, self.key_format.name) if self.is_initialized else None
+        return self._stored(self.key, self.key_format) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """V, decoded: ``[batch, kv_heads, encoder_length, head_dim]``; None before initialization."""
-        return self._stored(self.value, self.value_format.name) if self.is_initialized else None
+        return self._stored(self.value, self.value_format) if self.is_initialized else None
 
-    def _stored(self, buffers: KVBuffers, format: str) -> Tensor:
+    def _stored(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
         if not torch.compiler.is_compiling():
             self.eager_reads += 1
-        return self._read(buffers, format, self.last_position, self.dtype)
+        return self._read(self.last_position, (buffers, fmt, self.dtype))[0]
 
 
 class _SelfAttentionCache(QuantizedCache):
