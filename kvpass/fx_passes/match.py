@@ -142,9 +142,7 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
             call = _sdpa_arguments(match.attention)
             for name in ("key", "value"):
                 source, views = _peel(_before_cut(call[name]))
-                accounted.update((source, *views))
-                if source.target is UNROLL:
-                    accounted.add(source.args[0])  # type: ignore[arg-type]
+                accounted.update((*views, *_chain(source)))
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         others = node.users.keys() - accounted
         if others or node not in accounted:
@@ -304,7 +302,7 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     if (read := source.args[0] if unroll else source).target is DEQUANTIZE:  # type: ignore[union-attr]
         codes, block_scale, scale, positions, format, _ = read.args  # type: ignore[union-attr]
         return QuantizedRead(read, (codes, block_scale, scale), positions, format, unroll)  # type: ignore[arg-type]
-    if source.target == "index_copy" and getattr(source.args[0], "target", None) is UNROLL:
+    if source.target == "index_copy" and source.args[0].target is UNROLL:  # type: ignore[union-attr]
         return "comes from a sliding window to which more tokens are added at once than it has spare slots for"
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
@@ -318,6 +316,14 @@ def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     if dim != 2:
         return f"is written along dimension {dim}; a StaticCache is written along 2"
     return StaticRead(buffer, copies[0], tokens, positions, markers, _cache_index(buffer))  # type: ignore[arg-type]
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it reads of a ring: the ``unroll``, and before that the ``dequantize``."""
+    nodes = [node]
+    while nodes[-1].target in ("index_copy", UNROLL) and isinstance(nodes[-1].args[0], fx.Node):
+        nodes.append(nodes[-1].args[0])
+    return nodes
 
 
 def _cache_index(buffer: fx.Node) -> int | None:
