@@ -42,6 +42,10 @@ from kvpass.scales import KVScales
 SPARE_SLOTS = 32
 # Models with a sliding-window cache whose masks know nothing of the window: they rely on the cache dropping tokens.
 _MASKS_WITHOUT_WINDOW = ("kyutai_speech_to_text", "moonshine_streaming", "moshi")
+# Models that take no cache but their own.
+_CACHE_OF_ITS_OWN = ("minimax",)
+# Models that take the width of K for the number of tokens: wrong with any static cache, transformers' own included.
+_WIDTH_IS_LENGTH = ("gpt_neo",)
 
 
 class QuantizedCache(Cache):
@@ -87,7 +91,7 @@ class QuantizedCache(Cache):
         self.layer_types = tuple(types)
         self.max_cache_len = max_cache_len
         self._most_stored = 0
-        self._kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        self._kv_heads = _in_every_layer(text_config, "num_key_value_heads", "num_attention_heads")
         self._model_types = {config.model_type, text_config.model_type}
         quantization, lengths = self.quantization.resolved(types), Lengths()
         attends = [index for index, like in enumerate(likes) if type(like) in (*_PLAIN, *_HYBRIDS)]
@@ -151,8 +155,7 @@ class QuantizedCache(Cache):
 
     def _check_scales(self, scales: KVScales | None, layers: list[int]) -> None:
         if scales is not None:
-            heads = self._kv_heads if isinstance(self._kv_heads, int) else None
-            scales.check(layers, heads, self._model_types)
+            scales.check(layers, self._kv_heads, self._model_types)
 
     @property
     def device(self) -> torch.device | None:
@@ -489,8 +492,12 @@ class HybridLayer(_LinearAttention, QuantizedLayer):  # type: ignore[misc]
 def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list[Any]:
     """What transformers itself would cache each layer of the model in, after checking that all can be held."""
     check_attention(config)
-    if getattr(config, "num_attention_heads", None) is None:
+    if _in_every_layer(config, "num_attention_heads") is None:
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
+    if config.model_type in _CACHE_OF_ITS_OWN:
+        raise NotImplementedError(f"{config.model_type} makes a cache of its own kind, which cannot be replaced")
+    if config.model_type in _WIDTH_IS_LENGTH:
+        raise NotImplementedError(f"{config.model_type} works with no static cache: it counts tokens by the width of K")
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
     known = {*_PLAIN, *_HYBRIDS, LinearAttentionLayer, DummyLayer}
     for index, layer in enumerate(layers):
@@ -524,11 +531,16 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
     """The head_dim of every layer, where the configuration tells it plainly; None where it must be seen."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return None  # latent attention: K and V have other widths
+    width, heads = _in_every_layer(config, "hidden_size"), _in_every_layer(config, "num_attention_heads")
+    return _in_every_layer(config, "head_dim", "d_kv") or (width // heads if width and heads else None)
+
+
+def _in_every_layer(config: PreTrainedConfig, *names: str) -> int | None:
+    """The first of these attributes that is set, if it is the same number in every layer; else None."""
     layers = getattr(config, "per_layer_config", None) or [config]
-    dims = {getattr(layer, name, None) for layer in layers for name in ("head_dim", "d_kv")} - {None}
-    if not dims:
-        return int(config.hidden_size // config.num_attention_heads)
-    return dims.pop() if len(dims) == 1 else None
+    found = {next((v for name in names if (v := getattr(layer, name, None)) is not None), None) for layer in layers}
+    value = found.pop() if len(found) == 1 else None
+    return value if isinstance(value, int) else None
 
 
 def check_attention(config: PreTrainedConfig) -> None:

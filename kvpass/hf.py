@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -64,8 +64,6 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
     config = config or _declared(model)
-    if not cast(Any, model)._supports_default_dynamic_cache():
-        raise NotImplementedError(f"{type(model).__name__} makes a cache of its own kind, which cannot be replaced")
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
@@ -329,10 +327,8 @@ def _check_given(cache: Cache, rows: int, slots: int, layers: list[Any]) -> None
             f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "
             f"make it with max_cache_len={slots} or more"
         )
-    if cache.is_initialized and cache.batch_size != rows:
-        raise ValueError(
-            f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}"
-        )
+    if own.is_initialized and own.batch_size != rows:
+        raise ValueError(f"the batch has {rows} rows, but the cache that was passed was allocated for {own.batch_size}")
 
 
 def _check_fitted(cache: Cache) -> None:

@@ -150,7 +150,7 @@ def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
 
 _composed = torch.library.Library("kvpass", "FRAGMENT")  # operators that are other operators put together
 _composed.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")
-_composed.define("ring_mask(Tensor mask, Tensor positions, SymInt slots) -> Tensor")
+_composed.define("ring_mask(Tensor mask, Tensor positions, Tensor ring) -> Tensor")
 
 
 def _unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
@@ -171,9 +171,10 @@ def _unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
     return torch.where((is_held & (last < max_cache_len))[:, None], ring.index_select(2, position % slots), nothing)
 
 
-def _ring_mask(mask: Tensor, positions: Tensor, slots: int) -> Tensor:
-    """The columns of ``mask`` (``[..., positions]``) in the order of a ring's slots: ``[..., slots]``."""
-    last = positions[-1]
+def _ring_mask(mask: Tensor, positions: Tensor, ring: Tensor) -> Tensor:
+    """The columns of ``mask`` (``[..., positions]``) in the order of the slots of ``ring`` (``[_, _, slots, _]``):
+    ``[..., slots]``."""
+    slots, last = ring.shape[2], positions[-1]
     slot = torch.arange(slots, device=mask.device)
     position = last - (last - slot) % slots  # of the token in each slot; negative where there is none yet
     return mask.index_select(mask.dim() - 1, position.clamp(min=0, max=mask.shape[-1] - 1))

@@ -123,11 +123,11 @@ class TestOperators:
         assert ops.unroll(ring, torch.tensor([1]), 6)[0, 0, :, 0].tolist() == [1, 1, 0, 0, 0, 0]
 
     def test_ring_mask_worked_out_by_hand(self):
-        mask = torch.tensor([10.0, 11, 12, 13, 14, 15]).view(1, 1, 1, 6)
+        mask, ring = torch.tensor([10.0, 11, 12, 13, 14, 15]).view(1, 1, 1, 6), torch.empty(1, 1, 4, 1)
         full = {3: [10, 11, 12, 13], 4: [14, 11, 12, 13], 5: [14, 15, 12, 13]}
         for last, expected in full.items():
-            assert torch.ops.kvpass.ring_mask(mask, torch.tensor([last]), 4).flatten().tolist() == expected
-        assert torch.ops.kvpass.ring_mask(mask, torch.tensor([1]), 4).flatten().tolist()[:2] == [10, 11]
+            assert torch.ops.kvpass.ring_mask(mask, torch.tensor([last]), ring).flatten().tolist() == expected
+        assert torch.ops.kvpass.ring_mask(mask, torch.tensor([1]), ring).flatten().tolist()[:2] == [10, 11]
 
 
 LENGTHS = {

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.source import GetItemSource
+from torch._guards import TracingContext
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 STORE = torch.ops.kvpass.store.default
@@ -243,6 +244,8 @@ def _obstacle(
     for name, read in (("K", key), ("V", value)):
         if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
             return f"the {name} buffer is allocated in this graph; the next one can be fused"
+        if isinstance(read, StaticRead) and _is_sliding(read.buffer):
+            return "a StaticCache moves all of a sliding window at every token; use kvpass.enable or a QuantizedCache"
     if isinstance(key, QuantizedRead):
         if example(key.positions).shape[0] != (length := example(call["query"]).shape[2]):
             return f"{length} query tokens read a cache to which another number of tokens was added"
@@ -335,6 +338,17 @@ def _cache_index(buffer: fx.Node) -> int | None:
             return source.index if isinstance(source.index, int) else None
         source = holder
     return None
+
+
+def _is_sliding(buffer: fx.Node) -> bool:
+    """Whether ``buffer`` is of a ``StaticSlidingWindowLayer``: the one kind of layer that counts its tokens in Python,
+    so that Dynamo guards on that count."""
+    source, context = getattr(buffer, "_dynamo_source", None), TracingContext.try_get()
+    if source is None or context is None:
+        return False
+    holder = source.base.name
+    count = f"{holder() if callable(holder) else holder}.cumulative_length_int"  # a method in older torch
+    return any(guard.name == count for guard in context.guards_context.dynamo_guards)
 
 
 def _is_index_copy(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
-from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead, example
+from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
 STORE = torch.ops.kvpass.store.default
 ATTENTION = torch.ops.kvpass.attention.default
@@ -75,8 +75,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
         with graph.inserting_before(site.attention):
             mask = site.mask
             if isinstance(site.key, QuantizedRead) and site.key.unroll is not None:
-                slots = example(site.key.node).shape[2]
-                mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], slots))
+                mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], buffers[0]))
             arguments = (site.query, *buffers, site.key.positions, mask, site.scale, False, *formats)
             fused = graph.call_function(ATTENTION, arguments)
         fused.meta = dict(site.attention.meta)
