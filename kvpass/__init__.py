@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvpass.cache import QuantizedCache as QuantizedCache
     from kvpass.calibrate import calibrate as calibrate
     from kvpass.config import KVQuantConfig as KVQuantConfig
+    from kvpass.encoder_decoder import QuantizedEncoderDecoderCache as QuantizedEncoderDecoderCache
     from kvpass.formats import KVFormat as KVFormat
     from kvpass.formats import format_names as format_names
     from kvpass.formats import get_format as get_format
@@ -39,6 +40,7 @@ _MODULES = {
     "kvpass.cache": ("QuantizedCache",),
     "kvpass.calibrate": ("calibrate",),
     "kvpass.config": ("KVQuantConfig",),
+    "kvpass.encoder_decoder": ("QuantizedEncoderDecoderCache",),
     "kvpass.formats": ("KVFormat", "format_names", "get_format", "register_format"),
     "kvpass.hf": ("disable", "enable", "report"),
     "kvpass.scales": ("KVScales",),

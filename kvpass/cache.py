@@ -7,31 +7,56 @@ it, so that the decoded K and V never exist in memory.
 The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
 Where a format is centred and nobody gave the centre, it is the mean of the first tokens, taken before they are stored
 and fixed from then on; any vector would be exact, a mean makes what is stored small.
+
+A layer with a sliding window (or chunked attention) is a ring: the token at position ``p`` is in slot ``p % slots``.
+What attention reads is laid out by position all the same, ``max_cache_len`` of them, so that masks and counters of such
+a layer are those of any other, and nothing changes when the window fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from kvpass import ops, reference
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers, check_centre
+from kvpass.formats import KVBuffers, KVFormat, check_centre
 from kvpass.scales import KVScales
 
 CENTRE_TOKENS = 256  # from how many of the first tokens a centre is taken
+# Slots of a ring beyond its window. So many tokens can be cropped from a full ring (a rejected draft of assisted
+# decoding), and one more added at once, without losing what the window still needs.
+SPARE_SLOTS = 32
+# Models with a sliding-window cache whose masks know nothing of the window: they rely on the cache dropping tokens.
+_MASKS_WITHOUT_WINDOW = ("kyutai_speech_to_text", "moonshine_streaming", "moshi")
+# Models that take no cache but their own.
+_CACHE_OF_ITS_OWN = ("minimax",)
+# Models that take the width of K for the number of tokens: wrong with any static cache, transformers' own included.
+_WIDTH_IS_LENGTH = ("gpt_neo",)
 
 
 class QuantizedCache(Cache):
     """A static KV cache in FP8 or FP4.
 
     Args:
-        config: The model's configuration. Every attention layer must be a full-attention layer.
+        config: The model's configuration. Layers of full, sliding-window and chunked attention are quantized; states
+            of linear attention, Mamba and convolutions are kept as transformers keeps them.
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
         max_cache_len: Slots per sequence: the longest prompt plus everything generated after it.
 
@@ -50,6 +75,8 @@ class QuantizedCache(Cache):
     afterwards except in ``batch_repeat_interleave`` and ``batch_select_indices``, which change their size.
     """
 
+    _is_part_of_two = False  # with cross attention's, in a kvpass.QuantizedEncoderDecoderCache
+
     def __init__(self, config: PreTrainedConfig, format: ConfigLike = "fp8_e4m3", max_cache_len: int = 4096) -> None:
         self.quantization = KVQuantConfig.of(format)
         if not isinstance(config, PreTrainedConfig):
@@ -57,21 +84,28 @@ class QuantizedCache(Cache):
         if not isinstance(max_cache_len, int) or max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a whole number of at least 1")
         text_config = config.get_text_config(decoder=True)
-        lengths, types = _Lengths(), layer_types(text_config)
+        if text_config.is_encoder_decoder and not self._is_part_of_two:
+            raise NotImplementedError(
+                f"{config.model_type} is an encoder-decoder; use kvpass.QuantizedEncoderDecoderCache, which holds its "
+                "cross attention too"
+            )
+        likes = layers_of_transformers(text_config, max_cache_len)
+        types = (list(getattr(text_config, "layer_types", None) or ()) + ["full_attention"] * len(likes))[: len(likes)]
         self.layer_types = tuple(types)
-        self._kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        self.max_cache_len = max_cache_len
+        self._most_stored = 0
+        self._kv_heads = _in_every_layer(text_config, "num_key_value_heads", "num_attention_heads")
         self._model_types = {config.model_type, text_config.model_type}
-        self._check_scales(self.quantization.scales, len(types))
-        layers = [self.quantization.resolved(types).layer(index) for index in range(len(types))]
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        for fmt in {fmt for layer in layers for fmt in (layer.key, layer.value)}:
-            fmt.check_head_dim(head_dim)
-        super().__init__(layers=[QuantizedLayer(layer, max_cache_len, lengths) for layer in layers])
-
-    @property
-    def max_cache_len(self) -> int:
-        """Slots per sequence."""
-        return self._layers[0].max_cache_len
+        quantization, lengths = self.quantization.resolved(types), Lengths()
+        attends = [index for index, like in enumerate(likes) if type(like) in (*_PLAIN, *_HYBRIDS)]
+        self._check_scales(self.quantization.scales, attends)
+        layers = list(likes)
+        for index in attends:
+            layers[index] = _quantized_like(likes[index], quantization.layer(index), max_cache_len, lengths)
+        super().__init__(layers=layers)
+        if (head_dim := _head_dim(text_config)) is not None:
+            for fmt in {fmt for layer in self._layers for fmt in (layer.key_format, layer.value_format)}:
+                fmt.check_head_dim(head_dim)
 
     def set_scales(self, scales: KVScales) -> None:
         """Use other tensor scales and centres, in place: CUDA graphs recorded over this cache take them from the next
@@ -80,31 +114,59 @@ class QuantizedCache(Cache):
         Raises:
             ValueError: Scales of another model, or a cache that holds tokens, which the old scales belong to.
         """
-        self._check_scales(scales, len(self._layers))
+        self._check_scales(scales, [i for i, layer in enumerate(self.layers) if isinstance(layer, QuantizedLayer)])
         if any(not layer.is_empty for layer in self._layers):
             raise ValueError("the cache holds tokens that were stored with its present scales; call reset() first")
-        old = [layer.config for layer in self._layers]
-        new = [
-            LayerConfig(config.key, config.value, *scales[index].tensors(config.key, config.value), config.keep_first)
-            for index, config in enumerate(old)
-        ]
-        for layer, config in zip(self._layers, new, strict=True):
-            layer.set_scales(config)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, QuantizedLayer):
+                old = layer.config
+                tensors = scales[index].tensors(old.key, old.value)
+                layer.set_scales(LayerConfig(old.key, old.value, *tensors, old.keep_first))
 
     def saturation(self) -> list[tuple[float, float]]:
         """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8
         format, block scales of nvfp4. More than a few in a thousand means that the tensor scale is too small."""
-        return [layer.saturation() for layer in self._layers]
+        return [layer.saturation() if isinstance(layer, QuantizedLayer) else (0.0, 0.0) for layer in self.layers]
 
-    def _check_scales(self, scales: KVScales | None, count: int) -> None:
+    def reset(self) -> None:
+        """Forget every token. The buffers, and CUDA graphs recorded over them, stay valid."""
+        self._most_stored = 0
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: A positive argument, more tokens than are stored, or tokens before which a sliding window has
+                lost what it would need. Nothing is changed then.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}; "
+                f"crop({-tokens_to_remove}) removes {tokens_to_remove}"
+            )
+        stored = int(self.get_seq_length()) if tokens_to_remove else 0
+        if -tokens_to_remove > stored:
+            raise ValueError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {stored}")
+        self._most_stored = max(self._most_stored, stored)
+        lost = self._most_stored - (stored + tokens_to_remove)
+        for layer in self._layers if tokens_to_remove else ():
+            if self._most_stored > layer.slots and lost > layer.slots - layer.window:
+                raise ValueError(
+                    f"cannot remove {-tokens_to_remove} tokens: a window of {layer.window} has lost what it would need "
+                    f"again. At most {layer.slots - layer.window} tokens can be removed from a full window"
+                )
+        super().crop(tokens_to_remove)
+
+    def _check_scales(self, scales: KVScales | None, layers: list[int]) -> None:
         if scales is not None:
-            heads = self._kv_heads if isinstance(self._kv_heads, int) else None
-            scales.check(range(count), heads, self._model_types)
+            scales.check(layers, self._kv_heads, self._model_types)
 
     @property
     def device(self) -> torch.device | None:
         """Device of the first layer's buffers; None before initialization."""
-        return self._layers[0].device if self._layers[0].is_initialized else None
+        first = self._layers[0]
+        return first.device if first.is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -118,15 +180,20 @@ class QuantizedCache(Cache):
 
     @property
     def _layers(self) -> list[QuantizedLayer]:
-        return self.layers  # type: ignore[return-value]
+        """The layers that are quantized: not those of linear attention, nor those that share another's cache."""
+        return [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
 
 
 class QuantizedLayer(CacheLayerMixin):
-    """K and V of one full-attention layer.
+    """K and V of one attention layer.
 
     Attributes:
+        max_cache_len: Positions that a sequence can have.
+        window: The most positions that a token attends to: ``max_cache_len``, or the sliding window.
+        slots: Tokens that the buffers hold. With fewer than ``max_cache_len`` they are a ring.
+        is_sliding: Whether masks must be those of a sliding window (or of chunks).
         key, value: :class:`kvpass.formats.KVBuffers`, once initialized.
-        last_position: ``[1]`` int64 on the layer's device: the slot of the newest token, -1 while empty. All layers of
+        last_position: ``[1]`` int64 on the layer's device: position of the newest token, -1 while empty. All layers of
             a device share it; the first of them to be updated (``leads``) advances it, so a decode step launches one
             addition instead of one per layer, and the operators read it as it is.
         is_empty: Known on the host, so that a prefill can be told from a later chunk without asking the device.
@@ -135,22 +202,25 @@ class QuantizedLayer(CacheLayerMixin):
 
     is_compileable = True
     is_croppable = True
-    is_sliding = False
 
-    def __init__(self, config: LayerConfig, max_cache_len: int, lengths: _Lengths | None = None) -> None:
+    def __init__(
+        self, config: LayerConfig, max_cache_len: int, lengths: Lengths | None = None, window: int | None = None
+    ) -> None:
         # The base class would set `keys` and `values`, which are read-only here.
         self.config = config
         self.key_format, self.value_format = config.key, config.value
-        self.max_cache_len = max_cache_len
+        self.max_cache_len, self.is_sliding = max_cache_len, window is not None
+        self.window = min(window or max_cache_len, max_cache_len)
+        self.slots = min(self.window + SPARE_SLOTS, max_cache_len)
         self.is_initialized = False
         self.is_empty = True
         self.eager_reads = 0
-        self._lengths = lengths or _Lengths()
+        self._lengths = lengths or Lengths()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
         with _outside_inference_mode():
-            self.key, self.value = self.config.allocate_like(key_states, value_states, self.max_cache_len)
+            self.key, self.value = self.config.allocate_like(key_states, value_states, self.slots)
             self.last_position, self.leads = self._lengths.join(key_states.device)
         self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
         self._mark_static()
@@ -165,8 +235,9 @@ class QuantizedLayer(CacheLayerMixin):
             key_states, value_states: ``[batch, kv_heads, length, head_dim]``.
 
         Returns:
-            The arguments themselves in a first prefill of more than one token, else all ``max_cache_len`` decoded
-            slots (zero where nothing is stored yet).
+            The arguments themselves in a first prefill, else all ``max_cache_len`` positions,
+            decoded, and zero where nothing is stored (yet, or any more). More new tokens than a ring has spare slots
+            for are returned as they came, beside the decoded ones before them.
 
         Raises:
             ValueError: The tokens do not fit the room that is left, or another batch size than the cache was made
@@ -186,30 +257,40 @@ class QuantizedLayer(CacheLayerMixin):
         positions = self.last_position
         if length > 1:
             positions = positions - (length - 1) + torch.arange(length, device=self.device)
-        if self.is_empty:
+        is_first_prefill = self.is_empty
+        if is_first_prefill:
             self._centre(key_states, value_states)
-        formats = self.key_format.name, self.value_format.name
-        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
-        is_first_prefill = self.is_empty and length > 1
+        elif not torch.compiler.is_compiling():
+            self.eager_reads += 1
+        overwrites = not is_first_prefill and length > 1 + self.slots - self.window and self.is_ring
+        key, value = (
+            (self.key, self.key_format, key_states.dtype),
+            (self.value, self.value_format, value_states.dtype),
+        )
+        before = self._read(positions[:1] - 1, key, value) if overwrites else None
+        self._store(key_states, value_states, positions)
         self.is_empty = False
         if is_first_prefill:
             return key_states, value_states
-        if not torch.compiler.is_compiling():
-            self.eager_reads += 1
-        return (
-            ops.dequantize(*self.key, positions, formats[0], key_states.dtype),
-            ops.dequantize(*self.value, positions, formats[1], value_states.dtype),
-        )
+        if before is not None:
+            return before[0].index_copy(2, positions, key_states), before[1].index_copy(2, positions, value_states)
+        decoded_key, decoded_value = self._read(positions, key, value)
+        return decoded_key, decoded_value
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether there are fewer slots than positions, so that new tokens overwrite those that left the window."""
+        return self.slots < self.max_cache_len
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """All slots of K, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.key, self.key_format.name) if self.is_initialized else None
+        """K at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
+        return self._decode(self.key, self.key_format) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """All slots of V, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.value, self.value_format.name) if self.is_initialized else None
+        """V at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
+        return self._decode(self.value, self.value_format) if self.is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +317,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def saturation(self) -> tuple[float, float]:
         """Of K and of V: see :meth:`QuantizedCache.saturation`. 0 where nothing is stored."""
-        end = int(self.last_position) + 1 if self.is_initialized else 0
+        end = min(int(self.last_position) + 1, self.slots) if self.is_initialized else 0
         if not end:
             return 0.0, 0.0
         pairs = ((self.key, self.key_format), (self.value, self.value_format))
@@ -244,7 +325,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the K that ``query_length`` new tokens will attend to."""
-        if self.is_empty and query_length > 1:
+        if self.is_empty:
             return query_length, 0
         return self.max_cache_len, 0
 
@@ -253,7 +334,7 @@ class QuantizedLayer(CacheLayerMixin):
         return self.last_position[0] + 1 if self.is_initialized else 0
 
     def get_max_length(self) -> int:
-        """Slots per sequence."""
+        """Positions that a sequence can have."""
         return self.max_cache_len
 
     def reset(self) -> None:
@@ -263,22 +344,9 @@ class QuantizedLayer(CacheLayerMixin):
             self.last_position.fill_(-1)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest ``-tokens_to_remove`` tokens.
-
-        Raises:
-            ValueError: A positive argument, or more tokens than are stored.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}; "
-                f"crop({-tokens_to_remove}) removes {tokens_to_remove}"
-            )
-        if tokens_to_remove == 0 or not self.is_initialized or not self.leads:
-            return
-        stored = int(self.last_position) + 1
-        if -tokens_to_remove > stored:
-            raise ValueError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {stored}")
-        self.last_position.add_(tokens_to_remove)
+        """Forget the newest ``-tokens_to_remove`` tokens; :meth:`QuantizedCache.crop` checks that it can be done."""
+        if self.is_initialized and self.leads:
+            self.last_position.add_(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give row ``i`` of the batch what row ``beam_idx[i]`` holds, in place."""
@@ -333,9 +401,25 @@ class QuantizedLayer(CacheLayerMixin):
                 f"make it with max_cache_len={stored + length} or more"
             )
 
-    def _decode(self, buffers: KVBuffers, format: str) -> Tensor:
-        last = self.last_position.clamp(min=0)
-        decoded: Tensor = ops.dequantize(*buffers, last, format, self.dtype)
+    def _store(self, key_states: Tensor, value_states: Tensor, positions: Tensor) -> None:
+        if self.is_ring:
+            key_states, value_states = key_states[:, :, -self.slots :], value_states[:, :, -self.slots :]
+            positions = positions[-self.slots :]
+            # A position that does not fit stays one, so that the operators see it.
+            positions = torch.where(positions < self.max_cache_len, positions % self.slots, positions)
+        formats = self.key_format.name, self.value_format.name
+        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
+
+    def _read(self, positions: Tensor, *sides: tuple[KVBuffers, KVFormat, torch.dtype]) -> list[Tensor]:
+        """What ``sides`` decode to when the newest token is at ``positions[-1]``."""
+        written = positions
+        if self.is_ring:
+            written = torch.where(positions < self.max_cache_len, positions.clamp(max=self.slots - 1), positions)
+        decoded = [ops.dequantize(*buffers, written, fmt.name, dtype) for buffers, fmt, dtype in sides]
+        return [ops.unroll(side, positions, self.max_cache_len) for side in decoded] if self.is_ring else decoded
+
+    def _decode(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
+        (decoded,) = self._read(self.last_position.clamp(min=0), (buffers, fmt, self.dtype))
         return decoded * (self.last_position >= 0)
 
     def _batched(self) -> list[Tensor]:
@@ -367,7 +451,7 @@ def _outside_inference_mode() -> AbstractContextManager[object]:
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
-class _Lengths:
+class Lengths:
     """The counters of one cache: one per device, shared by the layers there."""
 
     def __init__(self) -> None:
@@ -381,21 +465,110 @@ class _Lengths:
         return self._by_device[device], leads
 
 
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer of the model, after checking that all of them can be held."""
-    if config.is_encoder_decoder:
-        raise NotImplementedError(f"{config.model_type}: encoder-decoder models are not supported yet")
+_LinearAttention: Any = LinearAttentionLayer
+
+
+class HybridLayer(_LinearAttention, QuantizedLayer):  # type: ignore[misc]
+    """K and V of an attention layer, quantized, and beside them the states of linear attention, as they are."""
+
+    def __init__(
+        self, config: LayerConfig, max_cache_len: int, lengths: Lengths, window: int | None, number_of_states: int
+    ) -> None:
+        QuantizedLayer.__init__(self, config, max_cache_len, lengths, window)
+        _LinearAttention.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
+        """Of K and V where they are given by place, of a state where it is given by name."""
+        if args:
+            QuantizedLayer.lazy_initialization(self, *args)
+        else:
+            _LinearAttention.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        _LinearAttention.reset(self)
+        QuantizedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens."""
+        _LinearAttention.crop(self, tokens_to_remove)
+        QuantizedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give row ``i`` of the batch what row ``beam_idx[i]`` holds."""
+        _LinearAttention.reorder_cache(self, beam_idx)
+        QuantizedLayer.reorder_cache(self, beam_idx)
+
+    def get_max_length(self) -> int:
+        """Positions that a sequence can have."""
+        return self.max_cache_len
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Not supported: raises ``NotImplementedError``."""
+        raise NotImplementedError("the states of linear attention cannot be selected or repeated by rows")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not supported: raises ``NotImplementedError``."""
+        raise NotImplementedError("the states of linear attention cannot be selected or repeated by rows")
+
+    offload = QuantizedLayer.offload
+    prefetch = offload
+
+
+def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list[Any]:
+    """What transformers itself would cache each layer of the model in, after checking that all can be held."""
     check_attention(config)
-    if getattr(config, "num_attention_heads", None) is None:
+    if _in_every_layer(config, "num_attention_heads") is None:
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
-    # What transformers itself would cache each layer in says which kind of layer it is.
-    for index, layer in enumerate(layers := StaticCache(config=config, max_cache_len=1).layers):
-        if type(layer) is not StaticLayer:
+    if config.model_type in _CACHE_OF_ITS_OWN:
+        raise NotImplementedError(f"{config.model_type} makes a cache of its own kind, which cannot be replaced")
+    if config.model_type in _WIDTH_IS_LENGTH:
+        raise NotImplementedError(f"{config.model_type} works with no static cache: it counts tokens by the width of K")
+    layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    known = {*_PLAIN, *_HYBRIDS, LinearAttentionLayer, DummyLayer}
+    for index, layer in enumerate(layers):
+        if type(layer) not in known:
             raise NotImplementedError(
-                f"{config.model_type}: layer {index} needs a {type(layer).__name__}; only full-attention layers "
-                "(StaticLayer) are supported yet"
+                f"{config.model_type}: layer {index} needs a {type(layer).__name__}, which keeps more than K and V; "
+                f"supported are {', '.join(sorted(kind.__name__ for kind in known))}"
             )
-    return (list(getattr(config, "layer_types", None) or ()) + ["full_attention"] * len(layers))[: len(layers)]
+        if getattr(layer, "is_sliding", False) and config.model_type in _MASKS_WITHOUT_WINDOW:
+            raise NotImplementedError(
+                f"{config.model_type}: its masks leave the sliding window to the cache, and a ring needs it in the mask"
+            )
+    if not any(type(layer) in (*_PLAIN, *_HYBRIDS) for layer in layers):
+        raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
+    return layers
+
+
+_PLAIN = (StaticLayer, StaticSlidingWindowLayer)
+_HYBRIDS = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
+
+
+def _quantized_like(like: Any, config: LayerConfig, max_cache_len: int, lengths: Lengths) -> QuantizedLayer:
+    """A quantized layer in the place of ``like``."""
+    window = like.max_cache_len if like.is_sliding else None
+    if window is not None:
+        config = config._replace(keep_first=0)  # the first tokens leave the window
+    if type(like) in _HYBRIDS:
+        return HybridLayer(config, max_cache_len, lengths, window, like.number_of_states)
+    return QuantizedLayer(config, max_cache_len, lengths, window)
+
+
+def _head_dim(config: PreTrainedConfig) -> int | None:
+    """The head_dim of every layer, where the configuration tells it plainly; None where it must be seen."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return None  # latent attention: K and V have other widths
+    width, heads = _in_every_layer(config, "hidden_size"), _in_every_layer(config, "num_attention_heads")
+    return _in_every_layer(config, "head_dim", "d_kv") or (width // heads if width and heads else None)
+
+
+def _in_every_layer(config: PreTrainedConfig, *names: str) -> int | None:
+    """The first of these attributes that is set, if it is the same number in every layer; else None."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    found = {next((v for name in names if (v := getattr(layer, name, None)) is not None), None) for layer in layers}
+    value = found.pop() if len(found) == 1 else None
+    return value if isinstance(value, int) else None
 
 
 def check_attention(config: PreTrainedConfig) -> None:

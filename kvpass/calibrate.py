@@ -106,6 +106,8 @@ def calibrate(
     model_config: Any = model.config
     text_config = model_config.get_text_config(decoder=True)
     probe = QuantizedCache(model_config, dataclasses.replace(config, scales=None), max_cache_len=1)
+    if any(type(layer) is not QuantizedLayer for layer in probe.layers):
+        raise NotImplementedError(f"{text_config.model_type}: a model with linear attention cannot be calibrated yet")
     formats = [(layer.key_format, layer.value_format) for layer in cast("list[QuantizedLayer]", probe.layers)]
     if not any(fmt.tensor_scale or fmt.centred for pair in formats for fmt in pair):
         raise ValueError(f"{config} has no format with a tensor scale or a centre, so there is nothing to calibrate")

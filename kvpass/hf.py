@@ -13,19 +13,20 @@ import importlib.metadata
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import transformers.generation.utils
 from packaging.version import Version
 from torch import nn
-from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache, StaticCache
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
 
 from kvpass.backend import NotFusedError, forget_reports, reports_for
-from kvpass.cache import QuantizedCache, check_attention
+from kvpass.cache import QuantizedCache, check_attention, layers_of_transformers
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass.encoder_decoder import QuantizedEncoderDecoderCache
 from kvpass.fx_passes.report import GraphReport
 from kvpass.fx_passes.stack import unstack
 
@@ -39,7 +40,8 @@ CACHE_ARGUMENT = (
     "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24") else "past_key_values"
 )
 # What `enable` overrides on a model, by the functions below that do it.
-_OVERRIDES = ("generate", "get_compiled_call", "_prepare_cache_for_generation")
+_OVERRIDES = ("generate", "init_continuous_batching", "get_compiled_call", "_prepare_cache_for_generation")
+AnyQuantizedCache = QuantizedCache | QuantizedEncoderDecoderCache
 # A larger share of a layer's K or V at the end of its range is reported. A calibrated scale leaves far less there.
 _SATURATED = 0.005
 
@@ -66,13 +68,18 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
     config = config or _declared(model)
-    probe = QuantizedCache(cast(PreTrainedConfig, model.config), config, max_cache_len=1)  # raises what it can now
+    probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
     _defer_stop_check()
     vars(model)["_kvpass"] = _State(config, {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)})
     for name in _OVERRIDES:
         setattr(model, name, functools.partial(_call, model, name))
+
+
+def _new_cache(model: Any, config: KVQuantConfig, max_cache_len: int) -> AnyQuantizedCache:
+    kind = QuantizedEncoderDecoderCache if model.config.is_encoder_decoder else QuantizedCache
+    return kind(model.config, config, max_cache_len)
 
 
 def _declared(model: Any) -> KVQuantConfig:
@@ -177,7 +184,7 @@ class _State:
 
     config: KVQuantConfig
     replaced: dict[str, Any] = field(default_factory=dict)  # attributes of the model that were in the place of ours
-    spare: QuantizedCache | None = None
+    spare: AnyQuantizedCache | None = None
     compiled: list[tuple[object, Any]] = field(default_factory=list)
     cache_bytes: int = 0
     cache_slots: int = 0
@@ -189,21 +196,21 @@ class _State:
     def __reduce__(self) -> tuple[Any, ...]:
         return _State, (self.config,)
 
-    def take(self, model: Any, batch_size: int, slots: int) -> QuantizedCache:
+    def take(self, model: Any, batch_size: int, slots: int) -> AnyQuantizedCache:
         """A cache for ``batch_size`` rows of at least ``slots`` tokens: the last one where it is large enough, so that
         its addresses, and what was compiled and recorded for them, are used again."""
         cache, self.spare = self.spare, None
         if cache is not None and cache.batch_size == batch_size and cache.max_cache_len >= slots:
             if cache.device == model.device:
-                cache.reset()  # type: ignore[no-untyped-call]
+                cache.reset()
                 return cache
         del cache  # its memory is free before the new one is allocated
         # At most an eighth more than asked for, in steps that grow: a slightly longer prompt finds the last cache large
         # enough, and a conversation that grows and grows needs few sizes.
         step = max(128, 1 << max(0, slots.bit_length() - 4))
-        return QuantizedCache(model.config, self.config, max_cache_len=-(-slots // step) * step)
+        return _new_cache(model, self.config, max_cache_len=-(-slots // step) * step)
 
-    def finished(self, cache: QuantizedCache, is_ours: bool) -> None:
+    def finished(self, cache: AnyQuantizedCache, is_ours: bool) -> None:
         """Note what a ``generate`` did, and keep its cache if nobody else does."""
         self.cache_bytes, self.cache_slots = cache.nbytes, cache.max_cache_len * cache.batch_size
         self.eager_reads = cache.eager_reads
@@ -261,13 +268,20 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         _used.reset(token)
         for cache, _, is_ours in used:
-            if isinstance(cache, QuantizedCache) and cache.is_initialized:
+            if isinstance(cache, AnyQuantizedCache) and cache.is_initialized:
                 state.finished(cache, is_ours)
     for cache, *_ in used:
         _check_fitted(cache)
     if state.config.strict and state.eager_reads:
         raise NotFusedError(f"with strict=True, generate must decode through the compiled graph.\n{report(self)}")
     return result
+
+
+def _init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "continuous batching (generate_batch) keeps a paged cache of its own, which kvpass does not quantize; call "
+        "generate, or kvpass.disable(model) first"
+    )
 
 
 def _prepare_cache_for_generation(
@@ -306,7 +320,9 @@ def _prepare_cache_for_generation(
         model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
-            _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True).num_hidden_layers)
+            _check_given(
+                cache, rows, max_cache_length, layers_of_transformers(self.config.get_text_config(decoder=True), 1)
+            )
             _used.get().append(_Use(cache, rows, is_ours=False))
         _original(self, "_prepare_cache_for_generation")(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -315,32 +331,36 @@ def _prepare_cache_for_generation(
         generation_config.compile_config = _compile_config(generation_config.compile_config, config)
 
 
-def _check_given(cache: Cache, rows: int, slots: int, layers: int) -> None:
+def _check_given(cache: Cache, rows: int, slots: int, layers: list[Any]) -> None:
     """Refuse a cache of the caller's that is not quantized or too small, before anything is written into it."""
-    if not isinstance(cache, (QuantizedCache, StaticCache)):
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if not isinstance(own, (QuantizedCache, StaticCache)):
         raise ValueError(
             f"kvpass is enabled on this model, and a {type(cache).__name__} was passed, which would not be quantized; "
             "pass a kvpass.QuantizedCache or no cache, or call kvpass.disable(model)"
         )
-    if len(cache) != layers:
+    if isinstance(own, StaticCache) and (own.offloading or any(type(layer) is not StaticLayer for layer in own.layers)):
         raise ValueError(
-            f"the cache that was passed has {len(cache)} layers, the model {layers}; it is another model's"
+            "a StaticCache can be quantized where all its layers are of full attention and none is offloaded; pass a "
+            "kvpass.QuantizedCache or no cache"
+        )
+    if len(cache) != len(layers):
+        raise ValueError(
+            f"the cache that was passed has {len(cache)} layers, the model {len(layers)}; it is another model's"
         )
     if slots > cache.get_max_length():
         raise ValueError(
             f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "
             f"make it with max_cache_len={slots} or more"
         )
-    if cache.is_initialized and cache.batch_size != rows:
-        raise ValueError(
-            f"the batch has {rows} rows, but the cache that was passed was allocated for {cache.batch_size}"
-        )
+    if own.is_initialized and own.batch_size != rows:
+        raise ValueError(f"the batch has {rows} rows, but the cache that was passed was allocated for {own.batch_size}")
 
 
 def _check_fitted(cache: Cache) -> None:
     """Raise if a compiled decode step ran over the end of ``cache``: the caller passed only the new tokens of a
     conversation, so that what the cache needed could not be known before."""
-    if not isinstance(cache, QuantizedCache) or not cache.is_initialized:
+    if not isinstance(cache, AnyQuantizedCache) or not cache.is_initialized:
         return
     if (stored := int(cache.get_seq_length())) > cache.max_cache_len:
         raise RuntimeError(
@@ -367,7 +387,11 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
 def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
     """The compiled forward of this model for the shape of the cache in use."""
     used = _used.get([])
-    shape = (type(used[-1].cache), used[-1].rows, used[-1].cache.get_max_length()) if used else None
+    shape: tuple[Any, ...] | None = None
+    if used:
+        cache = used[-1].cache
+        encoder = cache.cross_attention_cache.get_max_length() if isinstance(cache, EncoderDecoderCache) else None
+        shape = (type(cache), used[-1].rows, cache.get_max_length(), encoder)
     key = (compile_config, shape)
     for known, compiled in self._kvpass.compiled:
         if known == key:

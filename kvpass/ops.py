@@ -169,6 +169,48 @@ def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     return launch(query, *args)
 
 
+_composed = torch.library.Library("kvpass", "FRAGMENT")  # operators that are other operators put together
+_composed.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")
+_composed.define("ring_mask(Tensor mask, Tensor positions, Tensor ring) -> Tensor")
+
+
+def _unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
+    """Lay out by position what a ring holds, when the newest token is at ``positions[-1]``.
+
+    Args:
+        ring: ``[batch, kv_heads, slots, head_dim]``, position ``p`` in slot ``p % slots``.
+        positions: ``[length]`` int64, ascending.
+
+    Returns:
+        ``[batch, kv_heads, max_cache_len, head_dim]``: zero at positions that no slot holds, NaN throughout if
+        ``positions[-1]`` is none of the ``max_cache_len``.
+    """
+    slots, last = ring.shape[2], positions[-1]
+    position = torch.arange(max_cache_len, device=ring.device)
+    is_held = (position <= last) & (position > last - slots)
+    nothing = torch.where(last < max_cache_len, 0.0, torch.nan).to(ring.dtype)
+    return torch.where((is_held & (last < max_cache_len))[:, None], ring.index_select(2, position % slots), nothing)
+
+
+def _ring_mask(mask: Tensor, positions: Tensor, ring: Tensor) -> Tensor:
+    """The columns of ``mask`` (``[..., positions]``) in the order of the slots of ``ring`` (``[_, _, slots, _]``):
+    ``[..., slots]``."""
+    slots, last = ring.shape[2], positions[-1]
+    slot = torch.arange(slots, device=mask.device)
+    position = last - (last - slot) % slots  # of the token in each slot; negative where there is none yet
+    return mask.index_select(mask.dim() - 1, position.clamp(min=0, max=mask.shape[-1] - 1))
+
+
+_composed.impl("unroll", _unroll, "CompositeImplicitAutograd")
+_composed.impl("ring_mask", _ring_mask, "CompositeImplicitAutograd")
+
+
+def unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
+    """What a ring holds, laid out by position; see :func:`_unroll`."""
+    result: Tensor = torch.ops.kvpass.unroll.default(ring, positions, max_cache_len)
+    return result
+
+
 def attention_kernel(
     query: Tensor,
     kv_heads: int,

@@ -13,6 +13,35 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-compatibility", action="store_true", help="write docs/compatibility.md; needs -n 0")
+
+
+_found: dict[str, dict[str, dict[str, str]]] = {}
+
+
+@pytest.fixture
+def compatibility(request: pytest.FixtureRequest):
+    """Compares cells of docs/compatibility.md with what a test found, or records them for the file to be written."""
+    import compatibility_table
+
+    def check(section: str, name: str, **cells: str) -> None:
+        if request.config.getoption("--write-compatibility"):
+            _found.setdefault(section, {}).setdefault(name, {}).update(cells)
+            return
+        row = compatibility_table.read()[section].get(name, {})
+        assert {column: row.get(column) for column in cells} == cells, "pytest --write-compatibility writes the table"
+
+    return check
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _found:
+        import compatibility_table
+
+        compatibility_table.write(_found)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -5,7 +5,7 @@ import torch
 from transformers import (
     LlamaConfig,
     MambaConfig,
-    MistralConfig,
+    MoshiConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
@@ -229,9 +229,9 @@ class TestErrorsComeBeforeAnythingIsOverwritten:
         (LlamaConfig(), {"max_cache_len": 0}, ValueError, "max_cache_len is 0; it must be a whole number"),
         (LlamaConfig(), {"max_cache_len": 8.5}, ValueError, "max_cache_len is 8.5; it must be a whole number"),
         ("llama", {}, TypeError, r"expected the model's configuration \(model.config\), got str"),
-        (MistralConfig(sliding_window=16), {}, NotImplementedError, "layer 0 needs a StaticSlidingWindowLayer"),
         (MambaConfig(), {}, NotImplementedError, "mamba has no attention layers"),
-        (T5Config(), {}, NotImplementedError, "encoder-decoder models are not supported"),
+        (MoshiConfig(), {}, NotImplementedError, "its masks leave the sliding window to the cache"),
+        (T5Config(), {}, NotImplementedError, "use kvpass.QuantizedEncoderDecoderCache"),
     ],
 )
 def test_what_is_refused_when_the_cache_is_made(config, arguments, error, message):

@@ -22,7 +22,7 @@ LAYERS = (
     ("checkpoint", "scale_files", "scales", "config", "reference"),
     ("kernels",),
     ("ops",),
-    ("cache", "static_cache", "fx_passes"),
+    ("cache", "encoder_decoder", "static_cache", "fx_passes"),
     ("backend", "calibrate"),
     ("hf", "accuracy", "bench"),
     ("kvpass",),
@@ -31,8 +31,8 @@ LAYERS = (
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # Caches and passes know each other by the names of operators alone.
 FORBIDDEN = {
-    *[(cache, "fx_passes") for cache in ("cache", "static_cache")],
-    *[("fx_passes", cache) for cache in ("cache", "static_cache")],
+    *[(cache, "fx_passes") for cache in ("cache", "encoder_decoder", "static_cache")],
+    *[("fx_passes", cache) for cache in ("cache", "encoder_decoder", "static_cache")],
     ("kernels", "reference"),
 }
 

@@ -180,7 +180,7 @@ class _Variant:
             mode = "reduce-overhead" if self.device.type == "cuda" else "default"
             step = decode_step(self.model, f"evaluate_{self.caches}")
             self.step = torch.compile(step, backend="kvquant", options={"mode": mode, "strict": True})
-        self.cache.reset()  # type: ignore[no-untyped-call]
+        self.cache.reset()
         self.tally.start(self.rows)
         if ids.shape[1] > 1:  # a single token is read from the cache at once
             self.read(ids)

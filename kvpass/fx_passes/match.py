@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 from torch._dynamo.source import GetItemSource
+from torch._guards import TracingContext
 
 import kvpass.ops  # noqa: F401  the operators below are registered there
 from kvpass.config import KVQuantConfig
@@ -31,6 +32,7 @@ from kvpass.fx_passes.forms import Added, Attention, Unrecognized, example, name
 
 STORE = torch.ops.kvpass.store.default
 DEQUANTIZE = torch.ops.kvpass.dequantize.default
+UNROLL = torch.ops.kvpass.unroll.default
 RELEASED = torch.ops.kvpass.released.default
 LATENT = (
     "is expanded by a linear layer from a cached latent (multi-head latent attention), which is not fused: the latent "
@@ -48,17 +50,19 @@ class QuantizedRead:
         buffers: Nodes of the :class:`kvpass.formats.KVBuffers` (None where there is none).
         positions: Node of the slots of this call's tokens.
         format: The format's name.
+        unroll: The ``kvpass::unroll`` behind it, where the buffers are a ring.
     """
 
     node: fx.Node
     buffers: tuple[fx.Node | None, ...]
     positions: fx.Node
     format: str
+    unroll: fx.Node | None = None
 
     @property
     def source(self) -> fx.Node:
-        """The node whose shape is ``[batch, kv_heads, slots, head_dim]``."""
-        return self.node
+        """The node whose shape is ``[batch, kv_heads, positions, head_dim]``."""
+        return self.unroll or self.node
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Mat
             for operand in (found.key, found.value):
                 if operand is not None:
                     source, views = _peel(_before_cut(operand))
-                    accounted.update((source, *views))
+                    accounted.update((*views, *_chain(source)))
                     ends.add(operand)
     latent = {match.layer for match in matches if isinstance(match, Rejected) and LATENT in match.reason} - {"?"}
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
@@ -216,7 +220,7 @@ def _match_attention(call: Attention, config: KVQuantConfig) -> Match:
     for name, source, read in sides:
         consumed += _peel(source)[1]
         if isinstance(read, QuantizedRead):
-            consumed.append(read.node)
+            consumed += [node for node in (read.unroll, read.node) if node is not None]
             continue
         own = (read.copy, *read.markers)
         holders = (read.buffer, *own, *_peel(source)[1])
@@ -249,6 +253,8 @@ def _obstacle(
     for name, read in (("K", key), ("V", value)):
         if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
             return f"the {name} buffer is allocated in this graph; the next one can be fused"
+        if isinstance(read, StaticRead) and _is_sliding(read.buffer):
+            return "a StaticCache moves all of a sliding window at every token; use kvpass.enable or a QuantizedCache"
     if call.sinks is not None:
         stored = get_format(value.format) if isinstance(value, QuantizedRead) else config.layer(value.index or 0).value
         if stored.centred:
@@ -261,6 +267,8 @@ def _obstacle(
         return f"{query.shape[1]} query heads are no multiple of {kv_heads} KV heads"
     if query.dtype != example(call.node).dtype:
         return f"its query is {query.dtype} and its result {example(call.node).dtype}; they must be alike"
+    if isinstance(key, QuantizedRead) and key.unroll is not None and not call.added:
+        return "it reads a sliding window without a mask over all positions"
     for mask in (example(added.node) for added in call.added):
         if mask.dim() > 4 or mask.dim() == 0:
             return f"its mask has {mask.dim()} dimensions; at most 4 (batch, heads, query, slots) can be fused"
@@ -335,9 +343,12 @@ def _adds_group_dimension(node: fx.Node) -> bool:
 def _read(node: fx.Node) -> QuantizedRead | StaticRead | str:
     """Where K or V comes from, or what is in the way (worded to follow the word K or V)."""
     source, _ = _peel(_before_cut(node))
-    if source.target is DEQUANTIZE:
-        *buffers, positions, format, _ = source.args
-        return QuantizedRead(source, tuple(buffers), positions, format)  # type: ignore[arg-type]
+    unroll = source if source.target is UNROLL else None
+    if (read := source.args[0] if unroll else source).target is DEQUANTIZE:  # type: ignore[union-attr]
+        *buffers, positions, format, _ = read.args  # type: ignore[union-attr]
+        return QuantizedRead(read, tuple(buffers), positions, format, unroll)  # type: ignore[arg-type]
+    if source.target == "index_copy" and source.args[0].target is UNROLL:  # type: ignore[union-attr]
+        return "comes from a sliding window to which more tokens are added at once than it has spare slots for"
     copies = [source] if _is_index_copy(source) else []
     buffer = _through_marker(copies[0].args[0] if copies else source)
     if not isinstance(buffer, fx.Node) or (buffer.op != "placeholder" and buffer.target is not torch.zeros):
@@ -366,6 +377,14 @@ def _is_expanded_latent(node: fx.Node) -> bool:
     return False
 
 
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it reads of a ring: the ``unroll``, and before that the ``dequantize``."""
+    nodes = [node]
+    while nodes[-1].target in ("index_copy", UNROLL) and isinstance(nodes[-1].args[0], fx.Node):
+        nodes.append(nodes[-1].args[0])
+    return nodes
+
+
 def _cache_index(buffer: fx.Node) -> int | None:
     """The layer of a buffer that Dynamo found as ``<cache>.layers[index].keys`` or ``.values``."""
     source = getattr(buffer, "_dynamo_source", None)
@@ -375,6 +394,17 @@ def _cache_index(buffer: fx.Node) -> int | None:
             return source.index if isinstance(source.index, int) else None
         source = holder
     return None
+
+
+def _is_sliding(buffer: fx.Node) -> bool:
+    """Whether ``buffer`` is of a ``StaticSlidingWindowLayer``: the one kind of layer that counts its tokens in Python,
+    so that Dynamo guards on that count."""
+    source, context = getattr(buffer, "_dynamo_source", None), TracingContext.try_get()
+    if source is None or context is None:
+        return False
+    holder = source.base.name
+    count = f"{holder() if callable(holder) else holder}.cumulative_length_int"  # a method in older torch
+    return any(guard.name == count for guard in context.guards_context.dynamo_guards)
 
 
 def _is_index_copy(node: fx.Node) -> bool:

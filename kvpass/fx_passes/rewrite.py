@@ -17,6 +17,7 @@ from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 
 STORE = torch.ops.kvpass.store.default
 ATTENTION = torch.ops.kvpass.attention.default
+RING_MASK = torch.ops.kvpass.ring_mask.default
 
 
 class Input(NamedTuple):
@@ -79,7 +80,10 @@ def rewrite(
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            arguments = (site.query, *buffers, site.key.positions, _mask(graph, site), site.scale, False, *formats)
+            mask = _mask(graph, site)
+            if isinstance(site.key, QuantizedRead) and site.key.unroll is not None:
+                mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], buffers[0]))
+            arguments = (site.query, *buffers, site.key.positions, mask, site.scale, False, *formats)
             extras: dict[str, Any] = {"softcap": site.softcap} if site.softcap else {}
             extras |= {"sinks": site.sinks} if site.sinks is not None else {}
             fused = graph.call_function(ATTENTION, arguments, extras)

@@ -1,0 +1,55 @@
+"""Architectures of transformers, tiny and random: right with a quantized cache, fused or with a reason why not.
+
+For each: what it computes with the bf16 format equals transformers' own cache with K and V rounded to bf16; what it
+computes fused equals the unfused path on the same bytes. Batch 3 with left padding, past the end of the sliding window
+and of its ring, in buffers that hold NaN wherever nothing was written.
+
+``docs/compatibility.md`` holds the results.
+"""
+
+import compatibility_table
+import pytest
+from architectures import DECODERS, ENCODER_DECODERS
+from trial import try_architecture
+
+from kvpass import cache
+from kvpass.cache import QuantizedLayer
+
+# A K or V of a later layer that rounds the other way to bf16, or a router whose near-tie falls the other way.
+ROUNDING = 5e-3
+# Two orders of fp32 arithmetic.
+ARITHMETIC = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def short_rings_of_poison(monkeypatch):
+    allocate = QuantizedLayer.lazy_initialization
+
+    def poisoned(self, *args):
+        allocate(self, *args)
+        for buffers in (self.key, self.value):
+            buffers.codes.fill_(float("nan") if buffers.codes.is_floating_point() else 0xFF)
+            if buffers.block_scale is not None:
+                buffers.block_scale.fill_(0xFF)
+
+    monkeypatch.setattr(QuantizedLayer, "lazy_initialization", poisoned)
+    monkeypatch.setattr(cache, "SPARE_SLOTS", 4)
+
+
+@pytest.mark.parametrize("architecture", [*DECODERS, *ENCODER_DECODERS], ids=lambda a: a.name)
+def test_architecture(architecture, compatibility):
+    result = try_architecture(architecture)
+    if result.refused is None:
+        assert result.error < ROUNDING
+        assert result.fusion_error < ARITHMETIC
+        assert result.fused or result.reasons
+    verdict = [f"{result.fused} fused"] if result.fused else []
+    verdict += [f"right, not fused: {reason}" for reason in result.reasons]
+    cell = "; ".join(verdict) if result.refused is None else f"refused: {result.refused}"
+    compatibility("Architectures", architecture.name, layers=", ".join(result.kinds), **{"attention in decode": cell})
+
+
+def test_there_are_enough_and_no_others_in_the_table():
+    names = [a.name for a in (*DECODERS, *ENCODER_DECODERS)]
+    assert len(set(names)) == len(names) >= 60
+    assert set(compatibility_table.read()["Architectures"]) == set(names)
