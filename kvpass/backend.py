@@ -66,7 +66,7 @@ def kvquant(
     _complain(report, config.strict)
 
     born = _buffers_born(gm.graph)
-    origin, pairs = rewrite(gm.graph, sites, config)
+    origin, pairs = rewrite(gm, sites, config)
     stack_linears(gm.graph, stacks, origin)
     gm.graph.lint()
     gm.recompile()

@@ -78,8 +78,7 @@ def capture(module, *args, config=FP8_NVFP4):
         for node in gm.graph.find_nodes(op="placeholder"):
             nodes[node]._dynamo_source = node._dynamo_source
         sites = [m for m in find_sites(copy.graph) if isinstance(m, Site)]
-        origin, pairs = rewrite(copy.graph, sites, config)
-        copy.recompile()
+        origin, pairs = rewrite(copy, sites, config)
         new_inputs = [origin[node] for node in copy.graph.find_nodes(op="placeholder")]
         found["targets"] = [node.target for node in copy.graph.nodes]
 

@@ -11,8 +11,9 @@ import kvpass
 from kvpass import ops
 from kvpass.cache import SPARE_SLOTS, QuantizedCache
 from kvpass.formats import format_names
-from kvpass.fx_passes.match import DEQUANTIZE, SDPA, UNROLL, Rejected, Site, find_sites
+from kvpass.fx_passes.match import DEQUANTIZE, UNROLL, Rejected, Site, find_sites
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
+from kvpass.fx_passes.sdpa import SDPA
 
 FORMATS = format_names()[:5]
 WINDOW, LONGEST = 16, 112

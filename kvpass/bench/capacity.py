@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import kvpass
+from kvpass import hf
 from kvpass.bench.models import load_model
 from kvpass.bench.plan import Plan
 from kvpass.bench.record import Output, Row, environment, reasons, summary_of, table, version
@@ -154,7 +154,7 @@ def _attempt(model: PreTrainedModel, name: str, batch: int, options: Options) ->
     arguments |= {"prefill_chunk_size": options.chunk, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     arguments |= {"eos_token_id": None, "pad_token_id": 0}
     if name != STATIC:
-        kvpass.enable(model, options.formats[name])
+        hf.enable(model, options.formats[name])
     torch.cuda.reset_peak_memory_stats(device)
     try:
         vocabulary = model.config.get_text_config().vocab_size
@@ -166,7 +166,7 @@ def _attempt(model: PreTrainedModel, name: str, batch: int, options: Options) ->
     except torch.OutOfMemoryError:
         peak = None
     finally:
-        kvpass.disable(model)
+        hf.disable(model)
         torch.compiler.reset()
         free_memory(device)
     return Attempt(batch, peak, time.perf_counter() - begin)

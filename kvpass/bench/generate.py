@@ -18,14 +18,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-import kvpass
+from kvpass import hf
 from kvpass.bench.models import load_model, streamed_bytes
 from kvpass.bench.plan import cache_bytes
 from kvpass.bench.record import Output, Row, environment, reasons, summary_of, table, version
 from kvpass.bench.shapes import DTYPES, choose
 from kvpass.bench.timing import free_memory, interleave, read_ceiling, summarize
 from kvpass.config import KVQuantConfig
-from kvpass.hf import CACHE_ARGUMENT
 
 DEFAULT_CASES = ("1x512", "1x8192", "16x8192", "8x32768")
 DEFAULT_FORMATS = ("fp8_e4m3", "nvfp4")
@@ -169,7 +168,7 @@ def run_case(
         except Exception as error:  # out of memory, or what a peer's compiler throws: the others go on
             row |= {"status": "FAILED", "reason": summary_of(error)}
         finally:
-            kvpass.disable(model)
+            hf.disable(model)
             torch.compiler.reset()
             free_memory(options.device)
         rows.append(row)
@@ -231,7 +230,7 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
         arguments = dict(BASELINES[name][1])
     begin = time.perf_counter()
     if kind == "kvpass":
-        kvpass.enable(model, options.formats[name])
+        hf.enable(model, options.formats[name])
     if options.prefill_chunk:
         arguments["prefill_chunk_size"] = options.prefill_chunk
     arguments |= {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -289,14 +288,14 @@ def _checked(model: PreTrainedModel, tokens: Tensor, clock: Clock) -> Row:
     Raises:
         ValueError: A layer was not fused, or the logits differ by more than :data:`MAX_LOGIT_ERROR`.
     """
-    report, cache = kvpass.report(model), vars(model)["_kvpass"].spare
+    report, cache = hf.report(model), vars(model)["_kvpass"].spare
     layers = len(cache)
     fused, cache_bytes = report.fused, report.cache_bytes
     if fused != layers:
         raise ValueError(f"{fused} of {layers} layers were fused: {' '.join(str(report).split())[:300]}")
     cache.crop(-1)
     with torch.no_grad():
-        plain = type(model).__call__(model, tokens[:, -2:-1], **{CACHE_ARGUMENT: cache}).logits[:, -1].float()
+        plain = type(model).__call__(model, tokens[:, -2:-1], **{hf.CACHE_ARGUMENT: cache}).logits[:, -1].float()
     assert clock.logits is not None
     error = float((clock.logits - plain).square().mean().sqrt() / plain.std())
     if not error <= MAX_LOGIT_ERROR:

@@ -286,7 +286,7 @@ def _unaccounted_users(node: fx.Node, accounted: set[fx.Node], ends: set[fx.Node
         new = pending.pop().users.keys() - reached
         reached |= new
         pending += [user for user in new if user in accounted and user not in ends]
-    return reached - accounted - {node}
+    return reached - accounted - ends - {node}
 
 
 def _why_not_attention(users: Iterable[fx.Node]) -> str:

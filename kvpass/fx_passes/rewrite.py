@@ -46,12 +46,12 @@ class StaticPair(NamedTuple):
 
 
 def rewrite(
-    graph: fx.Graph, sites: Sequence[Site], config: KVQuantConfig
+    gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig
 ) -> tuple[dict[fx.Node, Input], list[StaticPair]]:
     """Fuse ``sites`` in place.
 
     Args:
-        graph: The graph ``sites`` were found in.
+        gm: The graph module ``sites`` were found in.
         sites: What to fuse.
         config: Formats and scales for the buffers of a ``StaticCache``; a ``QuantizedCache`` brings its own.
 
@@ -59,6 +59,7 @@ def rewrite(
         Where each placeholder of the rewritten graph comes from, and the pairs of former inputs whose buffers must be
         quantized before it runs (both trivial if no site reads a ``StaticCache``).
     """
+    graph = gm.graph
     before = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     pairs, origin = [], {node: Input(index, None) for node, index in before.items()}
     for site in sites:
@@ -96,6 +97,8 @@ def rewrite(
         for side in (site.key, site.value):
             if isinstance(side, StaticRead):
                 graph.erase_node(side.buffer)
+    graph.lint()
+    gm.recompile()
     return origin, pairs
 
 
