@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 import kvpass
+from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import format_names, get_format
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _formats(arguments: argparse.Namespace) -> int:
     print(f"K and V of one token: {kv_heads} KV heads, head_dim {head_dim}, {layers} layer{'s' * (layers > 1)}\n")
     header = ("format", "codec", "scales", "bits/value", "bytes/layer", "bytes/token", "tokens vs bf16")
     print(table(header, rows))
+    print("\npresets\n" + "\n".join(f"  {name}: {KVQuantConfig.preset(name)}" for name in PRESETS))
     return 0
 
 

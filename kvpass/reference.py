@@ -136,11 +136,11 @@ def _squared_error(blocks: torch.Tensor, amax: torch.Tensor, divisor: torch.Tens
     """
     reach, step = SEARCH_GRID[fmt.block_scale]
     inverse = 1.0 / divisor
-    grid = 1.5 * 2.0**23 * step  # a sum with it is rounded to a multiple of the step
-    scaled = (blocks.abs() * inverse.unsqueeze(-1) + grid) - grid
+    to_step = 1.5 * 2.0**23 * step  # a sum with it is rounded to a multiple of the step
+    scaled = (blocks.abs() * inverse.unsqueeze(-1) + to_step) - to_step
     power = (scaled.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
-    align = power * (1.5 * 2.0**22)  # and one with this, to two bits
-    rounded = (scaled + align) - align
+    to_two_bits = power * (1.5 * 2.0**22)  # likewise
+    rounded = (scaled + to_two_bits) - to_two_bits
     error = (scaled - rounded.clamp(max=E2M1_MAX)).square().sum(-1) * divisor * divisor
     return torch.where(amax * inverse > reach, torch.inf, error)
 

@@ -346,6 +346,11 @@ class TestScales:
             close(step(query, key, value, keys, values, slots, mask), expected)
 
 
+def nearly(ours, theirs):
+    """A compiled model rounds its K and V otherwise, and then a value here and there gets another code."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3 * theirs.abs().max().item())
+
+
 TRANSFORMED = [
     "balanced",
     "compact",
@@ -364,8 +369,7 @@ class TestTransforms:
         for prefill in (model, None):
             cache = QuantizedCache(model.config, config, max_cache_len=32)
             ours = run(step, cache, ids, prefill=prefill)
-            # A compiled model rounds its K otherwise, and a search may then end at another scale for some block.
-            torch.testing.assert_close(ours, expected, rtol=0, atol=2e-3 * expected.abs().max().item())
+            nearly(ours, expected)
             for ours, theirs in zip(cache.layers, eager.layers, strict=True):
                 if ours.key.centre is not None:
                     close(ours.key.centre, theirs.key.centre)
@@ -379,7 +383,7 @@ class TestTransforms:
         for start in (0, 3):  # 9 tokens each time
             cache.reset()
             expected = QuantizedCache(model.config, "balanced", max_cache_len=32)
-            close(run(step, cache, ids[:, start:]), run(model, expected, ids[:, start:]))
+            nearly(run(step, cache, ids[:, start:]), run(model, expected, ids[:, start:]))
             close(cache.layers[1].key.centre, expected.layers[1].key.centre)
 
     @pytest.mark.parametrize("config", TRANSFORMED)
@@ -393,7 +397,7 @@ class TestTransforms:
         for _ in range(2):
             cache = StaticCache(config=model.config, max_cache_len=32)
             ours = run(step, cache, ids, prefill=model)
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-3 * wanted.abs().max().item())
+            nearly(ours, wanted)
             for ours, theirs in zip(cache.layers, expected.layers, strict=True):
                 for released, buffers in ((ours.keys, theirs.key), (ours.values, theirs.value)):
                     if buffers.centre is not None:

@@ -23,6 +23,7 @@ def test_formats(capsys):
     assert set(format_names()) <= lines.keys()
     assert lines["bf16"][-4:] == ["16", "768", "23,040", "1.00"]
     assert lines["nvfp4"][1] == "e2m1" and lines["nvfp4"][-4:] == ["4.5", "216", "6,480", "3.56"]
+    assert str(kvpass.KVQuantConfig.preset("compact")) in text
 
 
 def test_formats_says_what_does_not_fit(capsys, monkeypatch):

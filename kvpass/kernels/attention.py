@@ -511,11 +511,11 @@ def attention(
     if key_centre is not None and (softcap or sinks is not None):
         # Neither bears the shift of a row's scores that leaving out K's centre is.
         score_offset = scale * (query.float() * key_centre.repeat_interleave(group, 0)[:, None]).sum(-1)
+    if key.rotated:
+        query = rotate_rows(query, torch.float32, launches_early=takes_hopper)
     if value.rotated and value_centre is not None:  # the sums are rotated, and so must be what is added to them
         value_centre = rotate_rows(value_centre[None, :, None], torch.float32).view(kv_heads, value_dim)
         value_buffers = value_buffers._replace(centre=value_centre)
-    if key.rotated:  # the last launch before that of the Hopper kernel
-        query = rotate_rows(query, torch.float32, launches_early=takes_hopper)
     if takes_hopper:
         hopper.attention(query, *key_buffers, *value_buffers, *call, out)
         return rotate_rows(out, dtype) if value.rotated else out
