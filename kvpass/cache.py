@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
@@ -89,7 +88,7 @@ class QuantizedCache(Cache):
         likes = layers_of_transformers(text_config, max_cache_len)
         types = (list(getattr(text_config, "layer_types", None) or ()) + ["full_attention"] * len(likes))[: len(likes)]
         self.layer_types = tuple(types)
-        self.max_cache_len = max_cache_len
+        self._positions = max_cache_len
         self._most_stored = 0
         self._kv_heads = _in_every_layer(text_config, "num_key_value_heads", "num_attention_heads")
         self._model_types = {config.model_type, text_config.model_type}
@@ -103,6 +102,11 @@ class QuantizedCache(Cache):
         if (head_dim := _head_dim(text_config)) is not None:
             for fmt in {fmt for layer in self._layers for fmt in (layer.key_format, layer.value_format)}:
                 fmt.check_head_dim(head_dim)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Positions that a sequence can have."""
+        return self._positions
 
     def set_scales(self, scales: KVScales) -> None:
         """Use other tensor scales, in place: CUDA graphs recorded over this cache take them from the next token on.
@@ -132,8 +136,8 @@ class QuantizedCache(Cache):
         """Forget the newest ``-tokens_to_remove`` tokens.
 
         Raises:
-            ValueError: A positive argument, more tokens than are stored, or tokens before which a sliding window has
-                lost what it would need. Nothing is changed then.
+            ValueError: A positive argument, more tokens than are stored, tokens before which a sliding window has lost
+                what it would need, or states of linear attention. Nothing is changed then.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -143,6 +147,12 @@ class QuantizedCache(Cache):
         stored = int(self.get_seq_length()) if tokens_to_remove else 0
         if -tokens_to_remove > stored:
             raise ValueError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {stored}")
+        linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if tokens_to_remove and any(
+            any(layer.is_recurrent_states_initialized.values()) or not getattr(layer, "record_past", False)
+            for layer in linear
+        ):
+            raise ValueError(f"cannot remove {-tokens_to_remove} tokens: states of linear attention do not go back")
         self._most_stored = max(self._most_stored, stored)
         lost = self._most_stored - (stored + tokens_to_remove)
         for layer in self._layers if tokens_to_remove else ():
@@ -499,7 +509,7 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     if config.model_type in _WIDTH_IS_LENGTH:
         raise NotImplementedError(f"{config.model_type} works with no static cache: it counts tokens by the width of K")
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
-    known = {*_PLAIN, *_HYBRIDS, LinearAttentionLayer, DummyLayer}
+    known = {*_PLAIN, *_HYBRIDS, *_AS_THEY_ARE}
     for index, layer in enumerate(layers):
         if type(layer) not in known:
             raise NotImplementedError(
@@ -515,6 +525,9 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     return layers
 
 
+_AS_THEY_ARE = tuple(
+    getattr(cache_utils, name) for name in ("LinearAttentionLayer", "DummyLayer") if hasattr(cache_utils, name)
+)
 _PLAIN = (StaticLayer, StaticSlidingWindowLayer)
 _HYBRIDS = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
 

@@ -247,8 +247,8 @@ def _obstacle(
         if isinstance(read, StaticRead) and _is_sliding(read.buffer):
             return "a StaticCache moves all of a sliding window at every token; use kvpass.enable or a QuantizedCache"
     if isinstance(key, QuantizedRead):
-        if example(key.positions).shape[0] != (length := example(call["query"]).shape[2]):
-            return f"{length} query tokens read a cache to which another number of tokens was added"
+        if (added := example(key.positions).shape[0]) not in (1, length := example(call["query"]).shape[2]):
+            return f"{length} query tokens read a cache to which {added} were added"
         if key.unroll is not None and (mask is None or example(mask).shape[-1] != example(key.source).shape[2]):
             return "it reads a sliding window without a mask over all positions"
     if heads % kv_heads:

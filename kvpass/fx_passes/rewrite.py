@@ -11,11 +11,12 @@ from torch._dynamo.source import AttrSource
 
 from kvpass.config import KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
-from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
+from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead, example
 
 STORE = torch.ops.kvpass.store.default
 ATTENTION = torch.ops.kvpass.attention.default
 RING_MASK = torch.ops.kvpass.ring_mask.default
+NEWEST_FOR = torch.ops.kvpass.newest_for.default
 
 
 class Input(NamedTuple):
@@ -73,10 +74,12 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[Site], config: KVQuantConfig) ->
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            mask = site.mask
+            mask, positions = site.mask, site.key.positions
+            if example(positions).shape[0] != example(site.query).shape[2]:
+                positions = graph.call_function(NEWEST_FOR, (positions, site.query))
             if isinstance(site.key, QuantizedRead) and site.key.unroll is not None:
                 mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], buffers[0]))
-            arguments = (site.query, *buffers, site.key.positions, mask, site.scale, False, *formats)
+            arguments = (site.query, *buffers, positions, mask, site.scale, False, *formats)
             fused = graph.call_function(ATTENTION, arguments)
         fused.meta = dict(site.attention.meta)
         site.attention.replace_all_uses_with(fused)
