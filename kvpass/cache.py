@@ -289,12 +289,12 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """K at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.key, self.key_format) if self.is_initialized else None
+        return self._stored(self.key, self.key_format) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """V at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.value, self.value_format) if self.is_initialized else None
+        return self._stored(self.value, self.value_format) if self.is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -403,9 +403,8 @@ class QuantizedLayer(CacheLayerMixin):
         decoded = [ops.dequantize(*buffers, written, fmt.name, dtype) for buffers, fmt, dtype in sides]
         return [ops.unroll(side, positions, self.max_cache_len) for side in decoded] if self.is_ring else decoded
 
-    def _decode(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
-        (decoded,) = self._read(self.last_position.clamp(min=0), (buffers, fmt, self.dtype))
-        return decoded * (self.last_position >= 0)
+    def _stored(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
+        return self._read(self.last_position, (buffers, fmt, self.dtype))[0]
 
     def _batched(self) -> list[Tensor]:
         return [t for b in (self.key, self.value) for t in (b.codes, b.block_scale) if t is not None]

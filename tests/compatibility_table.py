@@ -54,11 +54,12 @@ def read() -> dict[str, Rows]:
 
 
 def write(found: dict[str, Rows]) -> None:
-    """Write the file from what tests recorded."""
+    """Write the file from what tests recorded. A section of which nothing was recorded stays as it is."""
+    before = read() if TABLE.exists() else {}
     lines = [HEAD]
     for section, (columns, text) in SECTIONS.items():
         lines += [f"## {section}", "", text, f"| | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
-        for name, cells in found[section].items():
+        for name, cells in (found.get(section) or before.get(section, {})).items():
             lines.append(f"| {name} | {' | '.join(cells[column] for column in columns)} |")
         lines.append("")
     TABLE.parent.mkdir(exist_ok=True)
