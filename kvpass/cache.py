@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
@@ -92,7 +91,7 @@ class QuantizedCache(Cache):
         likes = layers_of_transformers(text_config, max_cache_len)
         types = (list(getattr(text_config, "layer_types", None) or ()) + ["full_attention"] * len(likes))[: len(likes)]
         self.layer_types = tuple(types)
-        self.max_cache_len = max_cache_len
+        self._positions = max_cache_len
         self._most_stored = 0
         self._kv_heads = _in_every_layer(text_config, "num_key_value_heads", "num_attention_heads")
         self._model_types = {config.model_type, text_config.model_type}
@@ -106,6 +105,11 @@ class QuantizedCache(Cache):
         if (head_dim := _head_dim(text_config)) is not None:
             for fmt in {fmt for layer in self._layers for fmt in (layer.key_format, layer.value_format)}:
                 fmt.check_head_dim(head_dim)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Positions that a sequence can have."""
+        return self._positions
 
     def set_scales(self, scales: KVScales) -> None:
         """Use other tensor scales and centres, in place: CUDA graphs recorded over this cache take them from the next
@@ -137,8 +141,8 @@ class QuantizedCache(Cache):
         """Forget the newest ``-tokens_to_remove`` tokens.
 
         Raises:
-            ValueError: A positive argument, more tokens than are stored, or tokens before which a sliding window has
-                lost what it would need. Nothing is changed then.
+            ValueError: A positive argument, more tokens than are stored, tokens before which a sliding window has lost
+                what it would need, or states of linear attention. Nothing is changed then.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -148,6 +152,12 @@ class QuantizedCache(Cache):
         stored = int(self.get_seq_length()) if tokens_to_remove else 0
         if -tokens_to_remove > stored:
             raise ValueError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {stored}")
+        linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if tokens_to_remove and any(
+            any(layer.is_recurrent_states_initialized.values()) or not getattr(layer, "record_past", False)
+            for layer in linear
+        ):
+            raise ValueError(f"cannot remove {-tokens_to_remove} tokens: states of linear attention do not go back")
         self._most_stored = max(self._most_stored, stored)
         lost = self._most_stored - (stored + tokens_to_remove)
         for layer in self._layers if tokens_to_remove else ():
@@ -285,12 +295,12 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """K at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.key, self.key_format) if self.is_initialized else None
+        return self._stored(self.key, self.key_format) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """V at all positions, decoded: ``[batch, kv_heads, max_cache_len, head_dim]``; None before initialization."""
-        return self._decode(self.value, self.value_format) if self.is_initialized else None
+        return self._stored(self.value, self.value_format) if self.is_initialized else None
 
     @property
     def nbytes(self) -> int:
@@ -418,9 +428,8 @@ class QuantizedLayer(CacheLayerMixin):
         decoded = [ops.dequantize(*buffers, written, fmt.name, dtype) for buffers, fmt, dtype in sides]
         return [ops.unroll(side, positions, self.max_cache_len) for side in decoded] if self.is_ring else decoded
 
-    def _decode(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
-        (decoded,) = self._read(self.last_position.clamp(min=0), (buffers, fmt, self.dtype))
-        return decoded * (self.last_position >= 0)
+    def _stored(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
+        return self._read(self.last_position, (buffers, fmt, self.dtype))[0]
 
     def _batched(self) -> list[Tensor]:
         return [t for b in (self.key, self.value) for t in (b.codes, b.block_scale, b.kept) if t is not None]
@@ -525,7 +534,7 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     if config.model_type in _WIDTH_IS_LENGTH:
         raise NotImplementedError(f"{config.model_type} works with no static cache: it counts tokens by the width of K")
     layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
-    known = {*_PLAIN, *_HYBRIDS, LinearAttentionLayer, DummyLayer}
+    known = {*_PLAIN, *_HYBRIDS, *_AS_THEY_ARE}
     for index, layer in enumerate(layers):
         if type(layer) not in known:
             raise NotImplementedError(
@@ -541,6 +550,9 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     return layers
 
 
+_AS_THEY_ARE = tuple(
+    getattr(cache_utils, name) for name in ("LinearAttentionLayer", "DummyLayer") if hasattr(cache_utils, name)
+)
 _PLAIN = (StaticLayer, StaticSlidingWindowLayer)
 _HYBRIDS = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
 

@@ -127,20 +127,10 @@ class CrossAttentionLayer(QuantizedLayer):
             self.lazy_initialization(key_states, value_states)
         return super().update(key_states, value_states)
 
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """K, decoded: ``[batch, kv_heads, encoder_length, head_dim]``; None before initialization."""
-        return self._stored(self.key, self.key_format) if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """V, decoded: ``[batch, kv_heads, encoder_length, head_dim]``; None before initialization."""
-        return self._stored(self.value, self.value_format) if self.is_initialized else None
-
     def _stored(self, buffers: KVBuffers, fmt: KVFormat) -> Tensor:
         if not torch.compiler.is_compiling():
-            self.eager_reads += 1
-        return self._read(self.last_position, (buffers, fmt, self.dtype))[0]
+            self.eager_reads += 1  # this is how cross attention reads
+        return super()._stored(buffers, fmt)
 
 
 class _SelfAttentionCache(QuantizedCache):

@@ -219,11 +219,13 @@ class _State:
 
 
 class _Use(NamedTuple):
-    """A cache that the `generate` running in this thread uses, rows of its batch, and whether nobody else keeps it."""
+    """A cache that the `generate` running in this thread uses, rows of its batch, whether nobody else keeps it, and the
+    length of what cross attention reads (None without)."""
 
     cache: Cache
     rows: int
     is_ours: bool
+    encoder_length: int | None
 
 
 _used: ContextVar[list[_Use]] = ContextVar("_used")
@@ -267,7 +269,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = _original(self, "generate")(*args, **kwargs)
     finally:
         _used.reset(token)
-        for cache, _, is_ours in used:
+        for cache, _, is_ours, _ in used:
             if isinstance(cache, AnyQuantizedCache) and cache.is_initialized:
                 state.finished(cache, is_ours)
     for cache, *_ in used:
@@ -306,6 +308,8 @@ def _prepare_cache_for_generation(
             "kvpass is enabled on the assistant model, whose cache transformers keeps over calls that grow; call "
             "kvpass.disable(assistant_model). The main model can stay enabled"
         )
+    encoder_outputs = model_kwargs.get("encoder_outputs")
+    encoder_length = None if encoder_outputs is None else encoder_outputs[0].shape[1]
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     cache = model_kwargs.get(CACHE_ARGUMENT)
     if cache is None and generation_config.use_cache is not False:
@@ -316,14 +320,14 @@ def _prepare_cache_for_generation(
             )
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
-        _used.get().append(_Use(cache, rows, is_ours=not generation_config.return_dict_in_generate))
+        _used.get().append(_Use(cache, rows, not generation_config.return_dict_in_generate, encoder_length))
         model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
             _check_given(
                 cache, rows, max_cache_length, layers_of_transformers(self.config.get_text_config(decoder=True), 1)
             )
-            _used.get().append(_Use(cache, rows, is_ours=False))
+            _used.get().append(_Use(cache, rows, False, encoder_length))
         _original(self, "_prepare_cache_for_generation")(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -386,12 +390,8 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
 
 def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
     """The compiled forward of this model for the shape of the cache in use."""
-    used = _used.get([])
-    shape: tuple[Any, ...] | None = None
-    if used:
-        cache = used[-1].cache
-        encoder = cache.cross_attention_cache.get_max_length() if isinstance(cache, EncoderDecoderCache) else None
-        shape = (type(cache), used[-1].rows, cache.get_max_length(), encoder)
+    use = used[-1] if (used := _used.get([])) else None
+    shape = (type(use.cache), use.rows, use.cache.get_max_length(), use.encoder_length) if use else None
     key = (compile_config, shape)
     for known, compiled in self._kvpass.compiled:
         if known == key:

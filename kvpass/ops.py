@@ -4,7 +4,9 @@ Each takes the cache's buffers (:class:`kvpass.formats.KVBuffers`) as plain tens
 the implementation is the Triton kernels, imported at the first call; everywhere else it is :mod:`kvpass.reference`.
 
 ``positions`` (``[length]`` int64, ascending) are the slots of the tokens of one call. The cache is written there, and
-read up to ``positions[-1]``: nothing past it is touched, whatever it holds. During decode it is the cache's own
+read up to ``positions[-1]``: nothing past it is touched, whatever it holds. (Of a ring, in which the token at position
+``p`` is in slot ``p % slots``: it is written at those, and once full it is read up to its last slot. ``unroll`` and
+``ring_mask`` say which position each slot holds.) During decode it is the cache's own
 counter, so no operator needs a launch to find its place. A position past the last slot is an error on CPU; on CUDA,
 where raising would mean waiting for the device at every token, nothing is written and attention yields NaN, so a cache
 that runs over inside a compiled graph never returns a plausible number.
@@ -171,6 +173,7 @@ def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
 
 _composed = torch.library.Library("kvpass", "FRAGMENT")  # operators that are other operators put together
 _composed.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")
+_composed.define("newest_for(Tensor positions, Tensor query) -> Tensor")
 _composed.define("ring_mask(Tensor mask, Tensor positions, Tensor ring) -> Tensor")
 
 
@@ -201,7 +204,14 @@ def _ring_mask(mask: Tensor, positions: Tensor, ring: Tensor) -> Tensor:
     return mask.index_select(mask.dim() - 1, position.clamp(min=0, max=mask.shape[-1] - 1))
 
 
+def _newest_for(positions: Tensor, query: Tensor) -> Tensor:
+    """``positions[-1]`` for each token of ``query`` (``[batch, heads, length, head_dim]``): what several tokens need
+    that read a cache, such as that of cross attention, to which none of them was added."""
+    return positions[-1:].repeat(query.shape[2])
+
+
 _composed.impl("unroll", _unroll, "CompositeImplicitAutograd")
+_composed.impl("newest_for", _newest_for, "CompositeImplicitAutograd")
 _composed.impl("ring_mask", _ring_mask, "CompositeImplicitAutograd")
 
 

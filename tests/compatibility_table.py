@@ -24,8 +24,7 @@ SECTIONS = {
 name says otherwise. For each: logits with the `bf16` format equal those with transformers' own cache, K and V rounded
 to bf16; logits of the fused graph (K `fp8_e4m3`, V `nvfp4`) equal those of the unfused path on the same bytes. Batch 3
 with left padding, past the end of the sliding window and of its ring, in buffers that hold NaN wherever nothing was
-written.
-"Fused" counts the attentions of one decode step.
+written. "Fused" counts the attentions of one decode step.
 """,
     ),
     "Ways of generating": (
@@ -55,11 +54,12 @@ def read() -> dict[str, Rows]:
 
 
 def write(found: dict[str, Rows]) -> None:
-    """Write the file from what tests recorded."""
+    """Write the file from what tests recorded. A section of which nothing was recorded stays as it is."""
+    before = read() if TABLE.exists() else {}
     lines = [HEAD]
     for section, (columns, text) in SECTIONS.items():
         lines += [f"## {section}", "", text, f"| | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
-        for name, cells in found[section].items():
+        for name, cells in (found.get(section) or before.get(section, {})).items():
             lines.append(f"| {name} | {' | '.join(cells[column] for column in columns)} |")
         lines.append("")
     TABLE.parent.mkdir(exist_ok=True)

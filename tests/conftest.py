@@ -35,8 +35,8 @@ def compatibility(request: pytest.FixtureRequest):
     return check
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _found:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _found and exitstatus == 0:
         import compatibility_table
 
         compatibility_table.write(_found)

@@ -49,7 +49,8 @@ def test_architecture(architecture, compatibility):
     compatibility("Architectures", architecture.name, layers=", ".join(result.kinds), **{"attention in decode": cell})
 
 
-def test_there_are_enough_and_no_others_in_the_table():
+def test_there_are_enough_and_no_others_in_the_table(request):
     names = [a.name for a in (*DECODERS, *ENCODER_DECODERS)]
     assert len(set(names)) == len(names) >= 60
-    assert set(compatibility_table.read()["Architectures"]) == set(names)
+    if not request.config.getoption("--write-compatibility"):
+        assert set(compatibility_table.read()["Architectures"]) == set(names)

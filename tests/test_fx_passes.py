@@ -255,15 +255,28 @@ def test_report_merges_equal_layers():
     assert "K fp8_e4m3, V nvfp4, 200 bytes per token" in text
 
 
-def test_queries_packed_by_group_are_not_taken_for_tokens():
+def test_queries_packed_by_group_all_read_up_to_the_newest_token():
     class Packed(nn.Module):
         def forward(self, q, k, v, layer, mask):
             k, v = layer.update(k, v)
             return SDPA(q.reshape(2, 2, GROUP, 64), k, v, attn_mask=mask, scale=0.2)
 
     q, k, v = tokens(1)
+    expected = Packed()(q, k, v, quantized_layer(), visible())
+    found = capture(Packed(), q, k, v, quantized_layer(), visible())
+    assert [type(match) for match in found["matches"]] == [Site]
+    torch.testing.assert_close(found["out"], expected)
+
+
+def test_rows_that_are_not_those_of_the_tokens_are_refused():
+    class Packed(nn.Module):
+        def forward(self, q, k, v, layer, mask):
+            k, v = layer.update(k, v)
+            return SDPA(q.reshape(2, 2, 2 * GROUP, 64), k, v, attn_mask=mask, scale=0.2)
+
+    q, k, v = tokens(2)
     (match,) = capture(Packed(), q, k, v, quantized_layer(), visible())["matches"]
-    assert match.reason == "its query has 3 rows for 1 tokens; one for each is needed"
+    assert match.reason == "its query has 6 rows for 2 tokens; one for each is needed"
 
 
 @pytest.mark.parametrize("shape", [(6, 1, SLOTS), (1, SLOTS), (2, 6, 1, SLOTS), (1, 6, 1, SLOTS)])

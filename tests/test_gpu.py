@@ -1,5 +1,7 @@
 """CUDA graphs around the whole decode step: recorded once, never skipped, equal to what they replace."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -7,6 +9,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cudagraph_trees
 
 import kvpass
+from kvpass.hf import _CACHE_ARGUMENT
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +100,82 @@ def test_a_first_call_that_is_compiled(tiny_llama, recordings):
             for _ in range(4):
                 out = step(prompt[:, :1], past_key_values=cache).logits.clone()
     assert out.isfinite().all() and counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_sliding_window_fills_in_one_recording(recordings, name):
+    """Mistral with a window of 64 in a cache of 512: the ring of 96 slots wraps four times."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        sliding_window=64,
+        initializer_range=0.05,
+    )
+    model, prompt = MistralForCausalLM(config).to("cuda", torch.bfloat16).eval(), prompt_of()
+    kvpass.enable(model, name)
+    first = model.generate(prompt, max_new_tokens=400, **GREEDY)
+    assert counters["stats"]["unique_graphs"] == 1 and len(recordings) == 1 and kvpass.report(model).fused == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(model.generate(prompt, max_new_tokens=400, **GREEDY), first)
+    assert len(recordings) == 1
+    kvpass.disable(model)
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=512)
+    more = {_CACHE_ARGUMENT: cache, "disable_compile": True}
+    plain = model.generate(prompt, max_new_tokens=400, **GREEDY, **more)
+    same = (plain == first).long().cumprod(1).sum(1)
+    assert (same >= 9 + 8).all(), same
+
+
+def test_fused_and_unfused_agree_on_the_same_bytes_past_the_window():
+    """Logits, token by token, where the ring has wrapped: nothing hides behind a text that went another way."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        sliding_window=64,
+        initializer_range=0.2,
+    )
+    model = MistralForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(1, 512, (2, 220), generator=torch.Generator().manual_seed(1)).cuda()
+    step = torch.compile(model, backend="kvquant", options={"strict": True})
+    cache = kvpass.QuantizedCache(config, "nvfp4", max_cache_len=256)
+    with torch.no_grad():
+        model(ids[:, :130], past_key_values=cache)
+        for i in range(130, 220):
+            expected = model(ids[:, i : i + 1], past_key_values=copy.deepcopy(cache)).logits
+            fused = step(ids[:, i : i + 1], past_key_values=cache).logits
+            # bf16 logits of up to 16: a few roundings of 2**-4
+            torch.testing.assert_close(fused, expected, rtol=0, atol=0.25)
+
+
+def test_an_encoder_decoder_in_one_recording(recordings):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=128, d_kv=64, d_ff=256, num_layers=2, num_heads=4, vocab_size=512, decoder_start_token_id=3
+    )
+    model, prompt = T5ForConditionalGeneration(config).to("cuda", torch.bfloat16).eval(), prompt_of()
+    kvpass.enable(model, "fp8_e4m3")
+    settings = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    first = model.generate(prompt, **settings)
+    assert counters["stats"]["unique_graphs"] == 1 and len(recordings) == 1 and kvpass.report(model).fused == 4
+    assert torch.equal(model.generate(prompt, **settings), first)
 
 
 def test_static_cache_releases_its_memory(tiny_llama):

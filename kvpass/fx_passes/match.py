@@ -261,7 +261,7 @@ def _obstacle(
             return f"it has attention sinks, which a centred V ({stored.name!r}) cannot be fused with"
     if query.dim() != 4:
         return f"its query has {query.dim()} dimensions; 4 are needed (batch, heads, length, head_dim)"
-    if query.shape[2] != (count := example(key.positions).shape[0]):
+    if (count := example(key.positions).shape[0]) not in (1, query.shape[2]):
         return f"its query has {query.shape[2]} rows for {count} tokens; one for each is needed"
     if query.shape[1] % kv_heads:
         return f"{query.shape[1]} query heads are no multiple of {kv_heads} KV heads"

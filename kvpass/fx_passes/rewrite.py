@@ -18,6 +18,7 @@ from kvpass.fx_passes.match import QuantizedRead, Site, StaticRead
 STORE = torch.ops.kvpass.store.default
 ATTENTION = torch.ops.kvpass.attention.default
 RING_MASK = torch.ops.kvpass.ring_mask.default
+NEWEST_FOR = torch.ops.kvpass.newest_for.default
 
 
 class Input(NamedTuple):
@@ -81,10 +82,12 @@ def rewrite(
             buffers = [*site.key.buffers, *site.value.buffers]
             formats = (site.key.format, site.value.format)
         with graph.inserting_before(site.attention):
-            mask = _mask(graph, site)
+            mask, positions = _mask(graph, site), site.key.positions
+            if example(positions).shape[0] != example(site.query).shape[2]:
+                positions = graph.call_function(NEWEST_FOR, (positions, site.query))
             if isinstance(site.key, QuantizedRead) and site.key.unroll is not None:
                 mask = graph.call_function(RING_MASK, (mask, site.key.unroll.args[1], buffers[0]))
-            arguments = (site.query, *buffers, site.key.positions, mask, site.scale, False, *formats)
+            arguments = (site.query, *buffers, positions, mask, site.scale, False, *formats)
             extras: dict[str, Any] = {"softcap": site.softcap} if site.softcap else {}
             extras |= {"sinks": site.sinks} if site.sinks is not None else {}
             fused = graph.call_function(ATTENTION, arguments, extras)
