@@ -71,6 +71,8 @@ def kvquant(
     gm.graph.lint()
     gm.recompile()
     inputs = [origin[node] for node in gm.graph.find_nodes(op="placeholder")]
+    if uses_cache and torch.is_grad_enabled():
+        _disable_gradients(gm)
     first_use = any(not isinstance(example_inputs[pair.key], ReleasedBuffer) for pair in pairs)
     if first_use or born:
         # This graph runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
@@ -152,6 +154,16 @@ def _detach_graph(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         copies[node]._dynamo_source = node._dynamo_source
     gm.graph = graph
+
+
+def _disable_gradients(gm: fx.GraphModule) -> None:
+    """Have ``gm`` run without gradients. Compiling it under ``no_grad`` is not enough: torch 2.11 traces it in the mode
+    that Dynamo found."""
+    nodes = list(gm.graph.nodes)
+    for enabled, place in ((False, next(n for n in nodes if n.op != "placeholder")), (True, nodes[-1])):
+        with gm.graph.inserting_before(place):
+            gm.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+    gm.recompile()
 
 
 def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, patches: dict[str, Any]) -> Compiled:

@@ -167,7 +167,7 @@ def _attention_fake(query: Tensor, *args: object) -> Tensor:
 def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
-    _check_softmax(query, *args[12:])
+    _check_softmax(query, *args[16:])
     return launch(query, *args)
 
 

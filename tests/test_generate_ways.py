@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass import backend
-from kvpass.hf import _CACHE_ARGUMENT
+from kvpass.hf import CACHE_ARGUMENT
 
 FORMAT = "fp8_e4m3"
 KINDS = {
@@ -140,7 +140,7 @@ def unfused(model, way):
     call.pop("max_cache_len", None)
     cache = kind(model.config, FORMAT, max_cache_len=128)
     torch.manual_seed(0)
-    return model.generate(**call, **{_CACHE_ARGUMENT: cache}, disable_compile=True)
+    return model.generate(**call, **{CACHE_ARGUMENT: cache}, disable_compile=True)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -9,7 +9,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cudagraph_trees
 
 import kvpass
-from kvpass.hf import _CACHE_ARGUMENT
+from kvpass.hf import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ def test_a_sliding_window_fills_in_one_recording(recordings, name):
     assert len(recordings) == 1
     kvpass.disable(model)
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=512)
-    more = {_CACHE_ARGUMENT: cache, "disable_compile": True}
+    more = {CACHE_ARGUMENT: cache, "disable_compile": True}
     plain = model.generate(prompt, max_new_tokens=400, **GREEDY, **more)
     same = (plain == first).long().cumprod(1).sum(1)
     assert (same >= 9 + 8).all(), same

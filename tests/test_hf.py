@@ -404,7 +404,8 @@ class TestBadInput:
         kvpass.enable(model, "nvfp4")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert torch.equal(generate(model, prompt, tokens=4), expected)
+            out = generate(model, prompt, tokens=4)
+        assert torch.equal(getattr(out, "sequences", out), expected)  # attentions in the config: older ones return more
         assert any("left attention unfused" in str(w.message) for w in caught)
         report = kvpass.report(model)
         assert report.fused == 0 and "do not ask for output_attentions" in str(report)

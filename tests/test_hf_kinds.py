@@ -8,7 +8,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 import kvpass
 from kvpass import backend
-from kvpass.hf import _CACHE_ARGUMENT
+from kvpass.hf import CACHE_ARGUMENT
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 24}
 SLIDING = Architecture("MistralConfig")
@@ -36,7 +36,7 @@ class TestConversation:
             cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=200)
             if fused:
                 kvpass.enable(model, "nvfp4")
-            more = {_CACHE_ARGUMENT: cache, "disable_compile": not fused}
+            more = {CACHE_ARGUMENT: cache, "disable_compile": not fused}
             first = model.generate(prompt, **settings, **more)
             texts.append(model.generate(torch.cat([first, prompt, prompt, prompt], 1), **settings, **more))
         assert torch.equal(*texts) and int(cache.get_seq_length()) == 60 + 60 + 40 - 1
@@ -49,7 +49,7 @@ class TestConversation:
         for ids in (prompt, prompt[:, :13]):
             expected = model.generate(ids, **GREEDY)
             cache.reset()
-            assert torch.equal(model.generate(ids, **GREEDY, **{_CACHE_ARGUMENT: cache}), expected)
+            assert torch.equal(model.generate(ids, **GREEDY, **{CACHE_ARGUMENT: cache}), expected)
             assert cache.cross_attention_cache.layers[0].slots == ids.shape[1]
 
     def test_cross_attention_is_written_once(self, prompt):
@@ -65,7 +65,7 @@ def test_both_caches_of_an_encoder_decoder_are_cropped_and_selected(prompt):
     cache = kvpass.QuantizedEncoderDecoderCache(model.config, "bf16", max_cache_len=64)
     assert cache.nbytes == 0 and cache.device is None and cache.batch_size == -1
     with torch.no_grad():
-        model(prompt, decoder_input_ids=prompt, **{_CACHE_ARGUMENT: cache})
+        model(prompt, decoder_input_ids=prompt, **{CACHE_ARGUMENT: cache})
     per_token = 2 * 4 * 16 * 2  # K and V of 4 heads of 16 in bf16
     assert cache.nbytes == 2 * 2 * (64 + 20) * per_token  # layers, rows
     keys = [part.layers[0].keys for part in (cache.self_attention_cache, cache.cross_attention_cache)]
@@ -103,13 +103,13 @@ class TestRefused:
         cache = StaticCache(config=model.config, max_cache_len=64, offloading=offloading)
         kvpass.enable(model, "nvfp4")
         with pytest.raises(ValueError, match="where all its layers are of full attention and none is offloaded"):
-            model.generate(prompt, **GREEDY, **{_CACHE_ARGUMENT: cache})
+            model.generate(prompt, **GREEDY, **{CACHE_ARGUMENT: cache})
 
     def test_the_states_of_linear_attention_cannot_be_cropped(self, prompt):
         model = Architecture("FalconH1Config", {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}).model()
         cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=64)
         with torch.no_grad():
-            model(prompt, **{_CACHE_ARGUMENT: cache})
+            model(prompt, **{CACHE_ARGUMENT: cache})
         with pytest.raises(ValueError, match="cannot remove 1 tokens: states of linear attention do not go back"):
             cache.crop(-1)
         assert int(cache.get_seq_length()) == 20
@@ -155,7 +155,7 @@ def test_a_model_wrapped_by_peft(prompt):
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     wrapped.eval()
     cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=128)
-    expected = wrapped.generate(input_ids=prompt, **GREEDY, **{_CACHE_ARGUMENT: cache}, disable_compile=True)
+    expected = wrapped.generate(input_ids=prompt, **GREEDY, **{CACHE_ARGUMENT: cache}, disable_compile=True)
     kvpass.enable(model, "nvfp4")  # the model itself: PEFT's wrapper calls its generate
     assert torch.equal(wrapped.generate(input_ids=prompt, **GREEDY), expected)
     assert kvpass.report(model).fused == 2
@@ -167,5 +167,5 @@ def test_a_users_own_static_encoder_decoder_cache(prompt):
     caches = (StaticCache(config=model.config, max_cache_len=size) for size in (64, 20))
     kvpass.enable(model, "bf16")
     with pytest.warns(UserWarning, match="left attention unfused"):
-        ours = model.generate(prompt, **GREEDY, **{_CACHE_ARGUMENT: EncoderDecoderCache(*caches)})
+        ours = model.generate(prompt, **GREEDY, **{CACHE_ARGUMENT: EncoderDecoderCache(*caches)})
     assert torch.equal(ours, expected)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,6 +164,8 @@ def spread(*shape: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_store_gives_the_bytes_of_the_reference(name, batch, kv_heads, length, head_dim, dtype):
+    if head_dim > 256:  # as much as is rotated
+        name = name.replace("+rotated", "")
     max_len = length + 40
     positions = torch.randperm(max_len)[:length].sort().values
     key, value = (spread(batch, kv_heads, length, head_dim).to(dtype) for _ in range(2))
@@ -383,6 +387,11 @@ def check_attention(
     rounding = errors(exact.to(dtype))
     slack = (3.0, 6.0) if dtype == torch.float32 else (1.5, 3.0)
     budget = [max(p, r) * s for p, r, s in zip(errors(peer), rounding, slack, strict=True)]
+    if value.centre is not None and dtype == torch.float32:
+        # The sum over what is left of V, to which the centre is added, is about as large as the centre; the result,
+        # here, is nearly zero. Rotations (a step for each power of two) round it too.
+        steps = 2 + (int(math.log2(value_dim)) if get_format(value_format).rotated else 0)
+        budget = [b + steps * 2.0**-24 * float(value.centre.abs().max()) for b in budget]
     for got, allowed, what in zip(errors(actual), budget, ("rms", "largest"), strict=True):
         assert got <= allowed, (
             f"{what} error {got:.3g}, allowed {allowed:.3g}; SDPA {errors(peer)}, rounding {rounding}"

@@ -212,8 +212,10 @@ def _match_attention(call: Attention, config: KVQuantConfig) -> Match:
             return Rejected(node, layer, f"{name} {read}")
         sides.append((name, source, read))
     (_, key_node, key), (_, value_node, value) = sides
-    if isinstance(key, StaticRead) and sdpa.is_causal(node) and _is_cut(key_node) and _is_cut(value_node):
-        return Exact(node, layer)  # the prompt in an empty static cache, still bf16
+    if isinstance(key, StaticRead) and isinstance(value, StaticRead):
+        is_prompt = sdpa.is_causal(node) and _is_cut(key_node) and _is_cut(value_node)
+        if is_prompt or {key.buffer.op, value.buffer.op}.isdisjoint({"placeholder"}):
+            return Exact(node, layer)  # an empty static cache, still bf16, that this graph may even allocate
     if reason := _obstacle(call, key, value, config):
         return Rejected(node, layer, reason)
     consumed = list(call.inner)
@@ -251,8 +253,6 @@ def _obstacle(
     if call.obstacle is not None:
         return call.obstacle
     for name, read in (("K", key), ("V", value)):
-        if isinstance(read, StaticRead) and read.buffer.op != "placeholder":
-            return f"the {name} buffer is allocated in this graph; the next one can be fused"
         if isinstance(read, StaticRead) and _is_sliding(read.buffer):
             return "a StaticCache moves all of a sliding window at every token; use kvpass.enable or a QuantizedCache"
     if call.sinks is not None:
