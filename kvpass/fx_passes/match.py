@@ -145,9 +145,10 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
                 source, views = _peel(_before_cut(call[name]))
                 accounted.update((*views, *_chain(source)))
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
-        others = node.users.keys() - accounted
-        if others or node not in accounted:
-            reason = f"the decoded cache is read by {_names(others or node.users)}, not by SDPA"
+        read = next((user for user in node.users if user.target is UNROLL), node)
+        others = read.users.keys() - accounted
+        if others or read not in accounted:
+            reason = f"the decoded cache is read by {_names(others or read.users)}, not by SDPA"
             matches.append(Rejected(node, layer_of(node), reason))
     order = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(matches, key=lambda match: order[match.attention])
