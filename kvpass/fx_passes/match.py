@@ -143,7 +143,7 @@ def find_sites(graph: fx.Graph, by_layer: bool = False) -> list[Match]:
             call = _sdpa_arguments(match.attention)
             for name in ("key", "value"):
                 source, views = _peel(_before_cut(call[name]))
-                accounted.update((*views, *_chain(source)))
+                accounted.update((call[name], *views, *_chain(source)))
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         read = next((user for user in node.users if user.target is UNROLL), node)
         others = read.users.keys() - accounted
