@@ -185,7 +185,8 @@ class QuantizedCache(Cache):
 
     @property
     def eager_reads(self) -> int:
-        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused."""
+        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. A prompt
+        of one token is not counted."""
         return sum(layer.eager_reads for layer in self._layers)
 
     @property
@@ -245,7 +246,7 @@ class QuantizedLayer(CacheLayerMixin):
             key_states, value_states: ``[batch, kv_heads, length, head_dim]``.
 
         Returns:
-            The arguments themselves in a first prefill, else all ``max_cache_len`` positions,
+            The arguments themselves in a first prefill of more than one token, else all ``max_cache_len`` positions,
             decoded, and zero where nothing is stored (yet, or any more). More new tokens than a ring has spare slots
             for are returned as they came, beside the decoded ones before them.
 
@@ -267,8 +268,8 @@ class QuantizedLayer(CacheLayerMixin):
         positions = self.last_position
         if length > 1:
             positions = positions - (length - 1) + torch.arange(length, device=self.device)
-        is_first_prefill = self.is_empty
-        if is_first_prefill:
+        is_first_prefill = self.is_empty and length > 1
+        if self.is_empty:
             self._centre(key_states, value_states)
         elif not torch.compiler.is_compiling():
             self.eager_reads += 1
@@ -335,7 +336,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the K that ``query_length`` new tokens will attend to."""
-        if self.is_empty:
+        if self.is_empty and query_length > 1:
             return query_length, 0
         return self.max_cache_len, 0
 

@@ -76,7 +76,8 @@ class QuantizedEncoderDecoderCache(EncoderDecoderCache):
 
     @property
     def eager_reads(self) -> int:
-        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused."""
+        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. A prompt of
+        one token is not counted."""
         return self.self_attention_cache.eager_reads + self.cross_attention_cache.eager_reads
 
     def saturation(self) -> list[tuple[float, float]]:
@@ -116,7 +117,7 @@ class CrossAttentionLayer(QuantizedLayer):
         """Quantize and store what the encoder returned; afterwards it is read as ``keys`` and ``values``.
 
         Returns:
-            The arguments themselves.
+            The arguments themselves (decoded where the encoder returned a single state).
 
         Raises:
             ValueError: Something is stored already.

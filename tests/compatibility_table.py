@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
+
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 Rows = dict[str, dict[str, str]]
 
 HEAD = """# Compatibility
 
-Written by the tests, which also hold it up to date:
+Written by the tests with transformers {version}, with which they also hold it up to date:
 
     pytest -n 0 --write-compatibility tests/test_compatibility.py tests/test_generate_ways.py
 """
@@ -36,6 +38,11 @@ in every cell that is not refused. "Fused": no step after the prompt read a cach
 }
 
 
+def is_of_this_version() -> bool:
+    """Whether the file was written with the transformers that is installed: others have other models."""
+    return f" {transformers.__version__}," in TABLE.read_text()
+
+
 def read() -> dict[str, Rows]:
     """The tables of the file, by section and first column."""
     found: dict[str, Rows] = {}
@@ -54,12 +61,12 @@ def read() -> dict[str, Rows]:
 
 
 def write(found: dict[str, Rows]) -> None:
-    """Write the file from what tests recorded. A section of which nothing was recorded stays as it is."""
+    """Write the file from what tests recorded. Rows of which nothing was recorded stay as they are."""
     before = read() if TABLE.exists() else {}
-    lines = [HEAD]
+    lines = [HEAD.format(version=transformers.__version__)]
     for section, (columns, text) in SECTIONS.items():
         lines += [f"## {section}", "", text, f"| | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
-        for name, cells in (found.get(section) or before.get(section, {})).items():
+        for name, cells in (before.get(section, {}) | found.get(section, {})).items():
             lines.append(f"| {name} | {' | '.join(cells[column] for column in columns)} |")
         lines.append("")
     TABLE.parent.mkdir(exist_ok=True)

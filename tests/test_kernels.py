@@ -5,10 +5,9 @@ Parameters marked ``gpu`` are the same tests, wider.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-
-import math
 
 import pytest
 import torch

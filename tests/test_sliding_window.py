@@ -67,14 +67,14 @@ def ids():
 
 
 class Rounded(DynamicCache):
-    """transformers' own cache, which stores what the bf16 format stores: K and V rounded, but exact when it is empty
-    or (a ring's own rule) when more tokens come than a ring has spare slots for."""
+    """transformers' own cache, which stores what the bf16 format stores: K and V rounded, but exact in a first
+    prefill or (a ring's own rule) when more tokens come than a ring has spare slots for."""
 
     def update(self, key, value, index, *args, **kwargs):
         stored = self.get_seq_length(index)
         rounded = super().update(key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype), index, *args, **kwargs)
         new = key.shape[2]
-        if stored == 0 or (new > 1 + SPARE_SLOTS and self.is_sliding[index]):
+        if (stored == 0 and new > 1) or (new > 1 + SPARE_SLOTS and self.is_sliding[index]):
             return tuple(
                 torch.cat([old[:, :, :-new], exact], 2) for old, exact in zip(rounded, (key, value), strict=True)
             )

@@ -163,9 +163,10 @@ def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Mat
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         if layer_of(node) in latent:  # the rotary part of K is another read of the same attention
             continue
-        others = set() if node in ends else _unaccounted_users(node, accounted, ends)
-        if others or node not in accounted:
-            matches.append(Rejected(node, layer_of(node), _why_not_attention(others or node.users.keys())))
+        read = next((user for user in node.users if user.target is UNROLL), node)
+        others = set() if read in ends else _unaccounted_users(read, accounted, ends)
+        if others or read not in accounted:
+            matches.append(Rejected(node, layer_of(node), _why_not_attention(others or read.users.keys())))
     order = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(matches, key=lambda match: order[match.attention])
 
