@@ -16,7 +16,7 @@ from kvpass.accuracy.retrieval import Retrieval
 from kvpass.accuracy.statistics import BUCKETS
 from kvpass.accuracy.storage import BITS_AT, PREFILL
 from kvpass.accuracy.teacher_forced import DEFAULT_FORMATS, evaluate, named_configs
-from kvpass.accuracy.tuning import DEFAULT_CANDIDATES, tune
+from kvpass.accuracy.tuning import DEFAULT_CANDIDATES, DEFAULT_VALUE_CANDIDATES, tune
 from kvpass.bench.record import Output, environment
 from kvpass.config import KVQuantConfig
 from kvpass.pretrained import add_model_arguments, load_model, require
@@ -110,7 +110,8 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", required=True, type=Path, metavar="FILE", help="text such as the model will be used for")
     add("--bits", required=True, type=float, help=f"budget: mean bits per value at {BITS_AT} tokens")
     add("--out", required=True, type=Path, help="the configuration, .yaml or .json")
-    add("--candidates", nargs="+", default=list(DEFAULT_CANDIDATES), metavar="FORMAT", help="default: %(default)s")
+    names = f"of K: {' '.join(DEFAULT_CANDIDATES)}, of V: {' '.join(DEFAULT_VALUE_CANDIDATES)}"
+    add("--candidates", nargs="+", metavar="FORMAT", help=f"to choose from (default: {names})")
     add("--value-candidates", nargs="+", default=None, metavar="FORMAT", help="those of V, where they differ")
     add("--base", default=None, metavar="FILE", help="a configuration whose scales, and what else is no format, to use")
     add("--window", default=2048, type=int, help="tokens that attend to each other (default: %(default)s)")

@@ -37,7 +37,7 @@ from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.hf import decode_step
 from kvpass.windows import Data, cache_argument, token_batches
 
-DEFAULT_FORMATS = ("bf16", "fp8_e4m3", "fp8_e4m3/nvfp4", "nvfp4")
+DEFAULT_FORMATS = ("bf16", "fp8_e4m3", "fast", "balanced", "compact", "nvfp4")
 Formats = Sequence[ConfigLike] | Mapping[str, ConfigLike]
 
 

@@ -35,8 +35,10 @@ from kvpass.formats import get_format
 from kvpass.scale_files import write_whole
 from kvpass.windows import Data, WindowLayer, cache_argument, token_batches
 
-# What a side can be stored in unless told otherwise. bf16 costs a bf16 model no error, and nothing to measure.
-DEFAULT_CANDIDATES = ("nvfp4", "fp8_e4m3", "bf16")
+# What K and V can be stored in unless told otherwise. bf16 costs a bf16 model no error, and nothing to measure.
+DEFAULT_CANDIDATES = ("nvfp4+centred+rotated+sweep", "fp8_e4m3+centred+rotated", "bf16")
+DEFAULT_VALUE_CANDIDATES = ("nvfp4+sweep", "fp8_e4m3", "bf16")
+DEFAULT_BASE = KVQuantConfig(keep_first=4)
 _SIDES = ("K", "V")
 _ROWS_SHOWN = 12
 
@@ -121,7 +123,7 @@ def tune(
     bits: float,
     *,
     tokenizer: Any = None,
-    candidates: Sequence[str] = DEFAULT_CANDIDATES,
+    candidates: Sequence[str] | None = None,
     value_candidates: Sequence[str] | None = None,
     base: ConfigLike | None = None,
     window: int = 2048,
@@ -139,9 +141,10 @@ def tune(
         data: As :func:`kvpass.evaluate` takes it: the sample, and behind it the text to check with.
         bits: Budget: bits per value of K and V, all layers together, that a cache of 2,048 tokens may occupy.
         tokenizer: The model's; needed for text.
-        candidates: Formats to choose from.
+        candidates: Formats to choose from; None for :data:`DEFAULT_CANDIDATES`, with the first four tokens kept.
         value_candidates: Those of V, where they differ.
-        base: A configuration whose scales, and whatever else is no format, the result shall have.
+        base: A configuration whose scales, and whatever else is no format, the result shall have; None for
+            :data:`DEFAULT_BASE`.
         window: Tokens that attend to each other.
         sample_tokens: To measure sensitivity on.
         check_tokens: To measure the result on, behind the sample.
@@ -158,12 +161,14 @@ def tune(
     """
     if isinstance(data, Iterator):
         raise ValueError("tune reads the data more than once, and an iterator can be read once; give a list or a path")
-    sides = (tuple(candidates), tuple(candidates if value_candidates is None else value_candidates))
+    if value_candidates is None:
+        value_candidates = DEFAULT_VALUE_CANDIDATES if candidates is None else candidates
+    sides = (tuple(DEFAULT_CANDIDATES if candidates is None else candidates), tuple(value_candidates))
     if not all(sides):
         raise ValueError("no candidates to choose from")
     check_window(model, window)
     model_config: Any = cast(Any, model).config
-    kept = kept_fields(KVQuantConfig.of(base)) if base is not None else {}
+    kept = kept_fields(DEFAULT_BASE if base is None else KVQuantConfig.of(base))
     run = _Sensitivity(model, sides, kept)
     costs = [{name: run.bits(side, name) for name in names} for side, names in enumerate(sides)]
     free = [[Option(name, cost, 0.0) for name, cost in side.items()] for side in costs]

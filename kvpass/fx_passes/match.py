@@ -253,7 +253,7 @@ def _obstacle(
         return "it reads a slice of the cache"
     if call.obstacle is not None:
         return call.obstacle
-    for name, read in (("K", key), ("V", value)):
+    for read in (key, value):
         if isinstance(read, StaticRead) and _is_sliding(read.buffer):
             return "a StaticCache moves all of a sliding window at every token; use kvpass.enable or a QuantizedCache"
     if call.sinks is not None:
