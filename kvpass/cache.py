@@ -180,8 +180,8 @@ class QuantizedCache(Cache):
 
     @property
     def eager_reads(self) -> int:
-        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. A prompt of
-        one token is not counted."""
+        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. The
+        first token of an empty cache is not counted."""
         return sum(layer.eager_reads for layer in self._layers)
 
     @property

@@ -76,8 +76,8 @@ class QuantizedEncoderDecoderCache(EncoderDecoderCache):
 
     @property
     def eager_reads(self) -> int:
-        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. A prompt of
-        one token is not counted."""
+        """Times a layer's decoded cache was read outside a compiled graph since the last reset, hence unfused. The
+        first token of an empty cache is not counted."""
         return self.self_attention_cache.eager_reads + self.cross_attention_cache.eager_reads
 
     def saturation(self) -> list[tuple[float, float]]:
