@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from kvpass import reference
 from kvpass.formats import KVBuffers, get_format
@@ -170,6 +171,17 @@ def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     _check_softmax(query, *args[16:])
     return launch(query, *args)
 
+
+def _no_gradient(context: object, *gradients: Tensor) -> tuple[None, ...]:
+    """torch 2.11 traces a backward graph even where nothing asks for gradients, which must not fail; it never runs."""
+    if TracingContext.try_get() is None:
+        raise NotImplementedError(
+            "kvpass::attention is for inference: it has no gradient; run it under torch.no_grad()"
+        )
+    return (None,) * 19
+
+
+attention.register_autograd(_no_gradient)
 
 _composed = torch.library.Library("kvpass", "FRAGMENT")  # operators that are other operators put together
 _composed.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")

@@ -282,9 +282,11 @@ class TestScales:
         model = tiny_llama(num_hidden_layers=3)
         config = KVQuantConfig(layers={1: "nvfp4"}, skip_layers=[2])
         expected = run(model, QuantizedCache(model.config, config, max_cache_len=32), ids)
-        # K and V of one large product may round to a neighbouring code, which here would show.
-        step = torch.compile(model, backend="kvquant", options={"stack_linears": False})
-        close(run(step, QuantizedCache(model.config, config, max_cache_len=32), ids, prefill=model), expected)
+        step = torch.compile(model, backend="kvquant")
+        ours = run(step, QuantizedCache(model.config, config, max_cache_len=32), ids, prefill=model)
+        # Where compiled code rounds K otherwise (a fused multiply-add), a value moves to the neighbouring code, which
+        # changes logits of about 0.5 by 3e-4; another format moves them by 1e-2.
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-3)
         (report,) = reports_for(list(model.parameters()))
         assert [site.key_format for site in report.sites] == ["fp8_e4m3", "nvfp4", "bf16"]
 

@@ -37,7 +37,18 @@ def test_opcheck(key_format, value_format, device):
     arguments = (query, *key, *value, positions, mask, 0.125, True, *formats)
     torch.library.opcheck(ops.attention, arguments)
     sinks = torch.randn(6, device=device, dtype=torch.bfloat16)
-    torch.library.opcheck(ops.attention, arguments, {"softcap": 5.0, "sinks": sinks})
+    sinks = {} if get_format(value_format).centred else {"sinks": sinks}  # which a centred V cannot have
+    torch.library.opcheck(ops.attention, arguments, {"softcap": 5.0, **sinks})
+
+
+def test_attention_is_for_inference(device):
+    """Gradients that are not there are an error, where they are asked for."""
+    _, _, key, value = filled("fp8_e4m3", "nvfp4", device)
+    query = torch.randn(2, 6, 1, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    last, formats = torch.tensor([32], device=device), ("fp8_e4m3", "nvfp4")
+    out = ops.attention(query, *key, *value, last, None, 0.125, False, *formats)
+    with pytest.raises(NotImplementedError, match="for inference"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize(("key_format", "value_format"), PAIRS)
