@@ -39,6 +39,18 @@ def make_model(tiny_llama, shape="head_dim 128, group 4", **overrides):
     return tiny_llama("cuda", torch.bfloat16, **SHAPES[shape], **overrides)
 
 
+def make_mistral(**changes):
+    """A window of 64 tokens, hence a ring of 96 slots."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=512, sliding_window=64, **changes,
+    )  # fmt: skip
+    return MistralForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
 def prompt_of(rows=2, length=9):
     return torch.randint(1, 512, (rows, length), generator=torch.Generator().manual_seed(1)).cuda()
 
@@ -104,21 +116,7 @@ def test_a_first_call_that_is_compiled(tiny_llama, recordings):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sliding_window_fills_in_one_recording(recordings, name):
     """Mistral with a window of 64 in a cache of 512: the ring of 96 slots wraps four times."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        sliding_window=64,
-        initializer_range=0.05,
-    )
-    model, prompt = MistralForCausalLM(config).to("cuda", torch.bfloat16).eval(), prompt_of()
+    model, prompt = make_mistral(initializer_range=0.05), prompt_of()
     kvpass.enable(model, name)
     first = model.generate(prompt, max_new_tokens=400, **GREEDY)
     assert counters["stats"]["unique_graphs"] == 1 and len(recordings) == 1 and kvpass.report(model).fused == 2
@@ -130,25 +128,11 @@ def test_a_sliding_window_fills_in_one_recording(recordings, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_fused_is_as_right_as_unfused_past_the_window(name):
     """Logits, token by token, where the ring has wrapped, against the model in fp32 on the same bytes."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        sliding_window=64,
-        initializer_range=0.2,
-    )
-    model = MistralForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    model = make_mistral(initializer_range=0.2)
     ids = torch.randint(1, 512, (2, 220), generator=torch.Generator().manual_seed(1)).cuda()
     step = torch.compile(model, backend="kvquant", options={"strict": True})
     exactly = copy.deepcopy(model).float()
-    cache = kvpass.QuantizedCache(config, name, max_cache_len=256)
+    cache = kvpass.QuantizedCache(model.config, name, max_cache_len=256)
     fused, unfused, exact = [], [], []
     with torch.no_grad():
         model(ids[:, :130], past_key_values=cache)
