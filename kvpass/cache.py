@@ -284,7 +284,8 @@ class QuantizedLayer(CacheLayerMixin):
         if is_first_prefill:
             return key_states, value_states
         if before is not None:
-            return before[0].index_copy(2, positions, key_states), before[1].index_copy(2, positions, value_states)
+            at = positions.clamp(max=self.max_cache_len - 1)  # what does not fit is NaN already
+            return before[0].index_copy(2, at, key_states), before[1].index_copy(2, at, value_states)
         decoded_key, decoded_value = self._read(positions, key, value)
         return decoded_key, decoded_value
 

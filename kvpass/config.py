@@ -105,9 +105,10 @@ class KVQuantConfig:
         skip_layers: Selectors of layers kept in bf16; they win over ``layers``.
         scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content; None for 1.0.
         stack_linears: Compute linear layers that read the same input (q, k and v; gate and up) as one. Their weights
-            are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`.
+            are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`;
+            ``save_pretrained`` works all the same, ``safetensors.torch.save_model`` does not.
         keep_first: How many of the first tokens are kept in bf16 too, and read from there: the "sink" tokens that
-            every other one attends to. At most 64.
+            every other one attends to. At most 64. In layers of full self-attention only.
 
     Raises:
         ValueError: An unknown format, a selector that is none of the above, scales that are not valid, a ``strict`` or

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import transformers.generation.utils
 from packaging.version import Version
 from torch import nn
 from transformers import CompileConfig, GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer, StaticCache, StaticLayer
 
 from kvpass.backend import NotFusedError, forget_reports, reports_for
 from kvpass.cache import QuantizedCache, check_attention, layers_of_transformers
@@ -116,6 +117,7 @@ def report(model: nn.Module) -> ModelReport:
         graphs=tuple(reports_for(list(plain.parameters()))),
         cache_bytes=state.cache_bytes if state else 0,
         cache_slots=state.cache_slots if state else 0,
+        cross_bytes=state.cross_bytes if state else 0,
         eager_reads=state.eager_reads if state else 0,
         saturation=tuple(state.spare.saturation()) if state and state.spare else (),
     )
@@ -129,6 +131,7 @@ class ModelReport:
         config: The configuration given to :func:`enable`; None where the model is not enabled.
         graphs: A report for each graph compiled with ``kvquant``, oldest first.
         cache_bytes, cache_slots: Bytes of K and V that the last ``generate`` allocated, and tokens they have room for.
+        cross_bytes: The same of cross attention, which has its own number of tokens.
         eager_reads: How often the last ``generate`` read a layer's decoded cache outside a compiled graph.
         saturation: Of the cache of the last ``generate``: see :meth:`kvpass.QuantizedCache.saturation`. Empty where
             there is none, or its caller has it.
@@ -138,6 +141,7 @@ class ModelReport:
     graphs: tuple[GraphReport, ...]
     cache_bytes: int = 0
     cache_slots: int = 0
+    cross_bytes: int = 0
     eager_reads: int = 0
     saturation: tuple[tuple[float, float], ...] = ()
 
@@ -160,6 +164,8 @@ class ModelReport:
         if self.cache_bytes:
             per_token = self.cache_bytes / self.cache_slots
             lines.append(f"cache: {self.cache_bytes:,} bytes for {self.cache_slots:,} tokens, {per_token:,.0f} each")
+        if self.cross_bytes:
+            lines.append(f"cross attention: {self.cross_bytes:,} bytes")
         if self.eager_reads:
             lines.append(
                 f"the last generate read a layer's cache {self.eager_reads:,} times outside a compiled graph: decoded "
@@ -188,6 +194,7 @@ class _State:
     compiled: list[tuple[object, Any]] = field(default_factory=list)
     cache_bytes: int = 0
     cache_slots: int = 0
+    cross_bytes: int = 0
     eager_reads: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -212,7 +219,9 @@ class _State:
 
     def finished(self, cache: AnyQuantizedCache, is_ours: bool) -> None:
         """Note what a ``generate`` did, and keep its cache if nobody else does."""
-        self.cache_bytes, self.cache_slots = cache.nbytes, cache.max_cache_len * cache.batch_size
+        own = cache.self_attention_cache if isinstance(cache, QuantizedEncoderDecoderCache) else cache
+        self.cache_bytes, self.cache_slots = own.nbytes, own.max_cache_len * own.batch_size
+        self.cross_bytes = cache.nbytes - own.nbytes
         self.eager_reads = cache.eager_reads
         if is_ours:
             self.spare = cache
@@ -254,7 +263,9 @@ def _defer_stop_check() -> None:
 
     def is_supported(device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool) -> bool:
         if _used.get([]) and isinstance(cache, QuantizedCache) and device.type == "cuda":
-            return not is_assistant
+            # The states of linear attention cannot be taken back by a step.
+            goes_back = not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+            return not is_assistant and (goes_back or not cache_is_returned)
         return bool(original(device, cache, cache_is_returned, is_assistant))
 
     check.is_supported = staticmethod(is_supported)
@@ -262,7 +273,7 @@ def _defer_stop_check() -> None:
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _State = self._kvpass
-    state.cache_bytes = state.cache_slots = state.eager_reads = 0
+    state.cache_bytes = state.cache_slots = state.cross_bytes = state.eager_reads = 0
     used: list[_Use] = []
     token = _used.set(used)
     try:
@@ -397,21 +408,25 @@ def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
         if known == key:
             return compiled
 
-    step = decode_step(self, f"decode_step_{len(self._kvpass.compiled)}")
+    step = decode_step(self)
     compiled = torch.compile(step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
     self._kvpass.compiled.append((key, compiled))
     return compiled
 
 
-def decode_step(model: Any, name: str) -> Callable[..., Any]:
+_steps = itertools.count()
+
+
+def decode_step(model: Any) -> Callable[..., Any]:
     """A function to compile that calls ``model``.
 
-    Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object. So each model, configuration and
-    shape has its own; a new shape never ends in eager decoding because eight others came before it.
+    Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object, and remembers by its name which
+    sizes have varied. So each model, configuration and shape has its own: a new shape never ends in eager decoding
+    because eight others came before it, nor in a graph of symbolic shapes because one did.
     """
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return type(model).__call__(model, *args, **kwargs)
 
-    step.__code__ = step.__code__.replace(co_name=name)
+    step.__code__ = step.__code__.replace(co_name=f"decode_step_{next(_steps)}")
     return step

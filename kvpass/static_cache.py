@@ -121,6 +121,8 @@ def _eager(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args and isinstance(args[0], ReleasedBuffer) else None
     if target is not None and _name(func) == "zero_":
         target.buffers.map_batch(torch.Tensor.zero_)
+        if target.buffers.centre is not None:
+            target.buffers.centre.zero_()
         return target
     if target is not None and _name(func) == "index_copy_" and len(args) == 4 and args[1] == 2:
         reference.write(target.buffers, get_format(target.format), args[3], args[2])

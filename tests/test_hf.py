@@ -410,6 +410,21 @@ class TestBadInput:
         report = kvpass.report(model)
         assert report.fused == 0 and "do not ask for output_attentions" in str(report)
 
+    def test_layers_have_their_names(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        generate(model, prompt, tokens=3)
+        names = [site.layer for site in kvpass.report(model).graphs[-1].sites]
+        assert names == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+    def test_another_batch_after_enabling_again_is_no_graph_of_symbolic_shapes(self, tiny_llama, prompt):
+        model = tiny_llama()
+        for rows in (1, 2):
+            kvpass.enable(model, "nvfp4")
+            generate(model, prompt[:1].expand(rows, -1), tokens=3)
+            assert kvpass.report(model).graphs[-1].linears == (10, 4)
+            kvpass.disable(model)
+
     def test_eager_attention_is_fused(self, tiny_llama, prompt):
         model = tiny_llama(attn_implementation="eager")
         expected = by_hand(model, prompt, "nvfp4", tokens=4)
@@ -502,3 +517,26 @@ class TestFormatOfTheCheckpoint:
         with pytest.raises(ValueError, match="says that the KV cache is fp8_e4m3, but the checkpoint .* is not found"):
             kvpass.enable(model)
         kvpass.enable(model, "fp8_e4m3")
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "linear attention"])
+def test_who_may_learn_late_that_it_is_over(tiny_llama, monkeypatch, kind, returned):
+    """On CUDA, in a generate of an enabled model, whose cache can be taken back by a step where that shows."""
+    from transformers.generation import utils
+
+    from kvpass import hf
+
+    kvpass.enable(tiny_llama(), "nvfp4")
+    cache = kvpass.QuantizedCache(tiny_llama().config, "nvfp4", max_cache_len=32)
+    if kind == "linear attention":
+        cache.layers.append(hf.LinearAttentionLayer())
+    ask = utils.DeferredStopCheck.is_supported
+    assert not ask(torch.device("cuda"), cache, returned, is_assistant=False)  # no generate of ours
+    token = hf._used.set([hf._Use(cache, 1, not returned, None)])
+    try:
+        assert ask(torch.device("cuda"), cache, returned, is_assistant=False) == (kind == "attention" or not returned)
+        assert not ask(torch.device("cuda"), cache, returned, is_assistant=True)
+        assert not ask(torch.device("cpu"), cache, returned, is_assistant=False)
+    finally:
+        hf._used.reset(token)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvpass
-from kvpass.fx_passes.stack import LINEAR, find_stacks, stack, unstack
+from kvpass.fx_passes.stack import LINEAR, _known, find_stacks, stack, unstack
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT = torch.arange(10, 28).view(2, 9)
@@ -115,6 +115,23 @@ def test_disable_puts_the_weights_back(tiny_llama, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_nothing_is_kept_after_disable(tiny_llama):
+    model, others = tiny_llama(), set(_known)
+    for name in ("bf16", "fp8_e4m3"):
+        kvpass.enable(model, name)
+        model.generate(PROMPT, **GREEDY)
+        assert any(stacked._tensor is not None for stacked in set(_known) - others)
+        kvpass.disable(model)
+        assert all(stacked._tensor is None for stacked in set(_known) - others)
+
+
+def test_parameters_in_the_memory_of_something_else_stay_there():
+    module = Two(lambda m, x: (m.a(x), m.b(x)))
+    whole = torch.randn(10, 8)
+    module.a.weight.data, module.b.weight.data = whole[:4], whole[4:]
+    assert groups_of(module, X) == []
+
+
 def test_stack_and_unstack():
     parameters = [nn.Parameter(torch.randn(rows, 4)) for rows in (3, 1, 2)]
     whole = torch.cat(list(parameters)).detach()
@@ -156,11 +173,20 @@ def test_two_linears_of_one_input_are_a_group():
         (lambda m, x: (m.a(x), m.b(x), m.a.weight.sum()), (False, False)),
         (lambda m, x: (m.a(x), F.linear(x, m.b.weight * 2)), (False, False)),
         (lambda m, x: (m.a(x).add_(1), m.b(x)), (False, False)),
+        (lambda m, x: (m.a(x), x.view(6, 8).add_(1), m.b(x)), (False, False)),
     ],
-    ids=["other inputs", "one bias", "a view that needs one piece", "a weight used twice", "no parameter", "in place"],
+    ids=[
+        "other inputs",
+        "one bias",
+        "a view that needs one piece",
+        "a weight used twice",
+        "no parameter",
+        "result in place",
+        "input in place",
+    ],  # fmt: skip
 )
 def test_what_is_no_group(use, bias):
-    assert groups_of(Two(use, bias), X) == []
+    assert groups_of(Two(use, bias), X.clone()) == []
 
 
 def test_every_linear_is_found():

@@ -168,7 +168,7 @@ class _Variant:
         self.device = next(model.parameters()).device
         cache = QuantizedCache(self.model_config, config, max_cache_len=window)
         self.config, self.layers = config.resolved(cache.layer_types), len(cache.layers)
-        self.cache, self.rows, self.caches = cache, 0, 0
+        self.cache, self.rows = cache, 0
         self.argument = cache_argument(model)
         self.tally = Tally([edge for edge in buckets if edge < window])
 
@@ -176,9 +176,9 @@ class _Variant:
         """Go on to other windows, of which ``ids`` is the first chunk."""
         if ids.shape[0] != self.rows:
             self.cache = QuantizedCache(self.model_config, self.config, max_cache_len=self.window)
-            self.rows, self.caches = ids.shape[0], self.caches + 1
+            self.rows = ids.shape[0]
             mode = "reduce-overhead" if self.device.type == "cuda" else "default"
-            step = decode_step(self.model, f"evaluate_{self.caches}")
+            step = decode_step(self.model)
             self.step = torch.compile(step, backend="kvquant", options={"mode": mode, "strict": True})
         self.cache.reset()
         self.tally.start(self.rows)

@@ -16,6 +16,7 @@ Two reads of a cache are recognized behind the views that ``repeat_kv`` makes:
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ LATENT = (
     "is expanded by a linear layer from a cached latent (multi-head latent attention), which is not fused: the latent "
     "is stored quantized, and expanded in full at every step"
 )
+MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 FLEX = "it uses flex attention, which is not fused; load the model with attn_implementation='sdpa'"
 
 
@@ -188,8 +190,7 @@ def layer_of(node: fx.Node) -> str:
     if not stack:
         return "?"
     path = next(reversed(stack.values()))[0]
-    for prefix in ("L['args'][0].", "L['self'].", "L['fn'].", "self."):
-        path = path.removeprefix(prefix)
+    path = re.sub(r"^(L\['\w+'\](\[\d+\])?|self)\.", "", path)  # what Dynamo calls the model itself
     return path.replace("_modules['", "").replace("']", "") or "?"
 
 
@@ -273,8 +274,8 @@ def _obstacle(
     for mask in (example(added.node) for added in call.added):
         if mask.dim() > 4 or mask.dim() == 0:
             return f"its mask has {mask.dim()} dimensions; at most 4 (batch, heads, query, slots) can be fused"
-        if not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
-            return f"its mask is {mask.dtype}; boolean or floating is needed"
+        if mask.dtype not in MASK_DTYPES:
+            return f"its mask is {mask.dtype}; {', '.join(map(str, MASK_DTYPES))} can be fused"
         if mask.shape[-1] != slots:
             return f"its mask covers {mask.shape[-1]} slots, and the cache has {slots}"
     return None

@@ -11,7 +11,8 @@ parameter that was given another storage since (``.data = ...``, ``.to(...)``) i
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from kvpass.fx_passes.rewrite import static_placeholder
 LINEAR = torch._C._nn.linear
 # Methods that accept any strides. `view` is tried out; others are left alone.
 _ANY_STRIDES = {"reshape", "transpose", "permute", "unsqueeze", "squeeze", "to", "float", "contiguous", "expand"}
+
+_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_IN_PLACE |= {operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.setitem}
 
 _stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -39,6 +43,7 @@ class Stacked:
         self.positions = tuple(positions)
         self._tensor: Tensor | None = None
         self._addresses: list[int] = []
+        _known.add(self)
 
     def of(self, args: Sequence[Any]) -> Tensor:
         """The tensor for these inputs."""
@@ -48,11 +53,19 @@ class Stacked:
             self._addresses = [p.data_ptr() for p in parameters]
         return self._tensor
 
+    def forget(self, storages: Collection[int]) -> None:
+        """Let go of the tensor, if its storage is at one of these addresses; it is made anew when it is needed."""
+        if self._tensor is not None and self._tensor.untyped_storage().data_ptr() in storages:
+            self._tensor, self._addresses = None, []
+
     def example(self, args: Sequence[Any]) -> Tensor:
         """An empty tensor of the same shape, dtype and device; nothing is moved."""
         parameters = [args[position] for position in self.positions]
         first, rows = parameters[0], sum(parameter.shape[0] for parameter in parameters)
         return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+
+
+_known: weakref.WeakSet[Stacked] = weakref.WeakSet()
 
 
 @torch.inference_mode(False)
@@ -76,9 +89,12 @@ def stack(parameters: Sequence[Tensor]) -> Tensor:
 
 def unstack(parameters: Sequence[Tensor]) -> None:
     """Give those of ``parameters`` that :func:`stack` moved a storage of their own again."""
-    for parameter in parameters:
-        if _stacked.pop(parameter, False):
-            parameter.data = parameter.data.clone()
+    moved = [parameter for parameter in parameters if _stacked.pop(parameter, False)]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in moved}
+    for parameter in moved:
+        parameter.data = parameter.data.clone()
+    for stacked in _known:  # Dynamo keeps compiled graphs, and these with them
+        stacked.forget(storages)
 
 
 def find_stacks(graph: fx.Graph, examples: Sequence[Any]) -> list[list[fx.Node]]:
@@ -133,10 +149,26 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
         value = values.get(parameter)  # type: ignore[arg-type]
         if type(value) is not nn.Parameter or not value.is_contiguous() or not value.is_floating_point():
             return None
+        if value.untyped_storage().nbytes() != value.nbytes and value not in _stacked:
+            return None  # it is part of something else's memory, which must go on seeing what is written to it
         if len(parameter.users) != 1:  # type: ignore[union-attr]
             return None
+    if not isinstance(x, fx.Node) or _is_changed(x):
+        return None
     value = values[weight]  # type: ignore[index]
     return x, bias is None, value.dtype, value.device, value.shape[1]
+
+
+def _is_changed(x: fx.Node) -> bool:
+    """Whether ``x``, or a view of it, is changed in place: linear layers before and after do not see the same."""
+    for user in x.users:
+        name = user.target if user.op == "call_method" else ""
+        if user.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):  # type: ignore[union-attr]
+            return True
+        is_view = name in _ANY_STRIDES or name == "view" or user.target is operator.getitem
+        if is_view and _is_changed(user):
+            return True
+    return False
 
 
 def _rows(linear: fx.Node) -> int:
