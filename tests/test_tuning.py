@@ -80,8 +80,11 @@ class TestSelection:
         assert points["four"].error == pytest.approx(sum(side[0].error for side in sides))
 
 
+PLAIN = ["nvfp4", "fp8_e4m3", "bf16"]
+
+
 def run(model, data, bits=6.0, **settings):
-    usual = {"window": 48, "sample_tokens": 96, "check_tokens": 96, "progress": False}
+    usual = {"window": 48, "sample_tokens": 96, "check_tokens": 96, "progress": False, "candidates": PLAIN}
     return kvpass.tune(model, data, bits, **(usual | settings))
 
 
@@ -134,6 +137,13 @@ class TestTune:
         assert config.strict and not config.skip_layers
         assert [layer.key.name for layer in layers] == ["fp8_e4m3"] * 2
         assert sorted(layer.value.name for layer in layers) == ["fp8_e4m3", "nvfp4"], "7.125 bits"
+
+    def test_defaults_are_transformed_formats_and_keep_the_first_tokens(self, model, ids):
+        config = run(model, [ids], bits=4.6, candidates=None).config
+        layers = [config.layer(index) for index in range(2)]
+        assert config.keep_first == 4
+        assert {layer.key.name for layer in layers} == {"nvfp4+centred+rotated+sweep"}
+        assert {layer.value.name for layer in layers} == {"nvfp4+sweep"}
 
     def test_the_whole_range(self, model, ids):
         assert run(model, [ids], bits=4.5).config == KVQuantConfig("nvfp4")

@@ -141,10 +141,11 @@ def tune(
         data: As :func:`kvpass.evaluate` takes it: the sample, and behind it the text to check with.
         bits: Budget: bits per value of K and V, all layers together, that a cache of 2,048 tokens may occupy.
         tokenizer: The model's; needed for text.
-        candidates: Formats to choose from; None for :data:`DEFAULT_CANDIDATES`, with the first four tokens kept.
+        candidates: Formats to choose from; None for :data:`DEFAULT_CANDIDATES` and, of V,
+            :data:`DEFAULT_VALUE_CANDIDATES`.
         value_candidates: Those of V, where they differ.
         base: A configuration whose scales, and whatever else is no format, the result shall have; None for
-            :data:`DEFAULT_BASE`.
+            :data:`DEFAULT_BASE` where the candidates are the default ones, and for the defaults otherwise.
         window: Tokens that attend to each other.
         sample_tokens: To measure sensitivity on.
         check_tokens: To measure the result on, behind the sample.
@@ -168,7 +169,9 @@ def tune(
         raise ValueError("no candidates to choose from")
     check_window(model, window)
     model_config: Any = cast(Any, model).config
-    kept = kept_fields(DEFAULT_BASE if base is None else KVQuantConfig.of(base))
+    if base is None:
+        base = DEFAULT_BASE if candidates is None else KVQuantConfig()
+    kept = kept_fields(KVQuantConfig.of(base))
     run = _Sensitivity(model, sides, kept)
     costs = [{name: run.bits(side, name) for name in names} for side, names in enumerate(sides)]
     free = [[Option(name, cost, 0.0) for name, cost in side.items()] for side in costs]
