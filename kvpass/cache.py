@@ -111,6 +111,26 @@ class QuantizedCache(Cache):
         """Positions that a sequence can have."""
         return self._positions
 
+    @classmethod
+    def without_memory(cls, config: PreTrainedConfig, format: ConfigLike, max_cache_len: int) -> QuantizedCache:
+        """A cache for one sequence whose buffers are on the meta device, to be asked for its ``nbytes``.
+
+        Raises:
+            NotImplementedError: The configuration does not tell the shape of K and V.
+        """
+        text_config = config.get_text_config(decoder=True)
+        cache = cls(config, format, max_cache_len)
+        kv_heads, head_dim = cache._kv_heads, _head_dim(text_config)
+        if kv_heads is None or head_dim is None:
+            raise NotImplementedError(
+                f"{config.model_type}: its configuration does not tell heads and widths of K and V, alike for all "
+                "layers, so what its cache occupies is known only once it is allocated"
+            )
+        states = torch.empty(1, kv_heads, 0, head_dim, dtype=torch.bfloat16, device="meta")
+        for layer in cache._layers:
+            layer.lazy_initialization(states, states)
+        return cache
+
     def set_scales(self, scales: KVScales) -> None:
         """Use other tensor scales and centres, in place: CUDA graphs recorded over this cache take them from the next
         token on.

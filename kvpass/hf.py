@@ -252,8 +252,9 @@ def _original(self: Any, name: str) -> Any:
 def _defer_stop_check() -> None:
     """Let ``generate`` of enabled models, on CUDA, learn one step late that all sequences have ended.
 
-    transformers (since 5.16) has that way of stopping, and takes it on Apple's GPUs only: on CUDA it waits for the GPU
-    after every token, which then waits for the host to prepare the next step. The step computed in vain is undone.
+    transformers (5.17 and 5.24, not 5.15) has that way of stopping, and takes it on Apple's GPUs only: on CUDA it waits
+    for the GPU after every token, which then waits for the host to prepare the next step. The step computed in vain is
+    undone.
     Other models are answered as before.
     """
     check = getattr(transformers.generation.utils, "DeferredStopCheck", None)

@@ -128,6 +128,13 @@ def test_plan_is_what_the_cache_takes():
     assert made.largest_batch("nvfp4", 1000) > 2 * made.largest_batch("bf16", 1000)
 
 
+def test_plan_of_a_model_whose_config_does_not_tell_the_shape():
+    from transformers import DeepseekV3Config
+
+    with pytest.raises(NotImplementedError, match="deepseek_v3: its configuration does not tell"):
+        Plan.of(DeepseekV3Config(num_hidden_layers=2, n_routed_experts=2, n_group=1, topk_group=1), 10**12)
+
+
 def test_plan_without_room():
     with pytest.raises(ValueError, match="do not hold them"):
         Plan.of(load_config("llama-3-8b"), 10**10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -25,16 +24,11 @@ def stored(config: LayerConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def bits_per_value(model_config: PreTrainedConfig, config: ConfigLike, tokens: int = BITS_AT) -> float:
-    """Bits per value of K and V that a cache of ``tokens`` slots occupies, all layers together: codes, block scales,
-    and whatever else grows with it."""
-    cache = QuantizedCache(model_config, config, max_cache_len=tokens)
-    text_config = model_config.get_text_config(decoder=True)
-    heads = text_config.num_attention_heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    cache.early_initialization(1, kv_heads, head_dim, torch.bfloat16, torch.device("meta"))
-    values: int = 2 * len(cache.layers) * kv_heads * head_dim * tokens
-    return 8 * cache.nbytes / values
+    """Bits per value of K and V that a cache of ``tokens`` tokens occupies, all layers together, of sliding windows
+    what they hold: codes, block scales, and whatever else grows with it. 16 times its bytes over those of bf16."""
+    cache = QuantizedCache.without_memory(model_config, config, tokens)
+    whole = QuantizedCache.without_memory(model_config, "bf16", tokens)
+    return 16 * cache.nbytes / whole.nbytes
 
 
 def kept_fields(config: KVQuantConfig) -> dict[str, object]:

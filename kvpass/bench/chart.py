@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpass.bench.record import Row
+from kvpass.pretrained import require
 
 
 def newest(path: Path, model: str) -> dict[str, dict[str, Row]]:
@@ -36,10 +37,9 @@ def draw(path: Path, model: str, out: Path) -> None:
     cases = newest(path, model)
     if out.suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"--out is {out}; it must end in .svg, .png or .pdf")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("charts need matplotlib: pip install 'kvpass[plot]'") from error
+    require("matplotlib", "plot", "a chart")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -236,7 +236,7 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
     arguments |= {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     counters.clear()
     with fresh_cache(), _counted_recordings() as recordings:  # every variant compiles from nothing
-        first, tokens = _generate(model, prompt, arguments, device)
+        _, tokens = _generate(model, prompt, arguments, device)
         first_seconds = time.perf_counter() - begin
         graphs, recorded = counters["stats"]["unique_graphs"], len(recordings)
         if device.type == "cuda":
@@ -332,7 +332,8 @@ def _bytes_read(model: PreTrainedModel, row: Row, tokens: int, batch: int) -> fl
 
 
 def _compare(rows: list[Row]) -> None:
-    """Add to each of our rows how many times as fast as each peer a step is, and times and memory as ratios."""
+    """Add to each of our rows how many times as fast as each peer a step and the first token are, and how much of its
+    time to compile ours takes."""
     peers = [row for row in rows if row["kind"] == "peer" and "ms" in row]
     for row in rows:
         if row["kind"] == "kvpass" and "ms" in row:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -151,12 +150,7 @@ class Plan:
 
 def cache_bytes(config: PreTrainedConfig, quantization: KVQuantConfig, slots: int) -> int:
     """Bytes of a cache of ``slots`` tokens for one sequence."""
-    text: Any = config.get_text_config(decoder=True)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = QuantizedCache(config, quantization, max_cache_len=slots)
-    cache.early_initialization(1, kv_heads, head_dim, torch.bfloat16, torch.device("meta"))
-    return int(cache.nbytes)
+    return QuantizedCache.without_memory(config, quantization, slots).nbytes
 
 
 def activation_bytes(config: PreTrainedConfig, batch: int, tokens: int) -> int:
