@@ -491,6 +491,48 @@ def test_attention_with_every_mask(name, kind):
     )  # fmt: skip
 
 
+def chunk_masks(heads: int, query_len: int, slots: int) -> dict[str, torch.Tensor]:
+    """Masks of a chunk of a prompt of which whole tiles change nothing, and whole tiles are hidden."""
+    slot, position = torch.arange(slots), torch.arange(slots - query_len, slots)[:, None]
+    causal = slot <= position
+    hole = causal & ((slot < 120) | (slot >= 270))
+    per_head = torch.stack([hole if head % 2 else causal for head in range(heads)])[None]
+    blind = causal.clone()
+    blind[:16] = False  # at least the first tile of rows of every configuration
+    return {
+        "causal": causal[None, None],
+        "a window": (causal & (slot > position - 150))[None, None],
+        "left padding": (causal & (slot >= torch.tensor([3, 140])[:, None, None]))[:, None],
+        "a hole, in half of the heads": per_head,
+        "rows that see nothing": blind[None, None],
+        "additive, -inf": torch.zeros(query_len, slots).masked_fill(~hole, -torch.inf)[None, None],
+        "additive, least finite": torch.where(causal, 0.0, torch.finfo(BF16).min).bfloat16()[None, None],
+        "additive, per head": (torch.rand(heads)[:, None, None] * (slot - position)).where(causal, -torch.inf)[None],
+        "one for all rows": (slot >= 140)[None, None, None],
+    }
+
+
+@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3")])
+@pytest.mark.parametrize("group", [4, *wide(1, 3)])
+@pytest.mark.parametrize("kind", chunk_masks(2, 40, 400))
+def test_attention_of_a_chunk_with_a_mask(name, group, kind):
+    """More rows than a tile has: tiles of the mask that change nothing are not applied, hidden ends are not read."""
+    query_len = 160 // group
+    mask = chunk_masks(2 * group, query_len, 400)[kind]
+    check_attention(name, query_len=query_len, length=390, max_len=400, batch=2, group=group, mask=mask)
+
+
+def test_what_a_mask_hides_from_a_whole_chunk_is_not_read():
+    key, value = (make_cache("fp8_e4m3", 1, 2, 400, 64, 390) for _ in range(2))
+    query, positions = torch.randn(1, 8, 40, 64, dtype=BF16), torch.arange(350, 390)
+    mask = (torch.arange(400) >= 256)[None, None, None]
+    arguments = (positions, mask, 0.125, False, "fp8_e4m3", "fp8_e4m3")
+    before = launch_attention(query, key, value, *arguments)
+    for buffers in (key, value):
+        buffers.codes[:, :, :256] = 0x7F  # NaN
+    assert torch.equal(launch_attention(query, key, value, *arguments), before) and not before.isnan().any()
+
+
 def test_attention_with_a_mask_and_causal():
     check_attention(query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)["left padding"], is_causal=True)  # fmt: skip # noqa: E501
 

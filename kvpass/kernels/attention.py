@@ -53,7 +53,82 @@ def _powers_below(amax):
     return down, up
 
 
-@triton.jit(do_not_specialize=["length", "max_len", "limit"])
+@triton.jit
+def _masked(
+    scores, mask, mask_row, slot, mask_slot_stride, is_row, is_slot, IS_BOOL: tl.constexpr, HAS_ROWS: tl.constexpr
+):
+    """``scores`` (log2) with the mask of the tile ``slot``: hidden ones -inf, or the mask added."""
+    slot_offset = slot.to(tl.int64)[None, :] * mask_slot_stride
+    if HAS_ROWS:
+        visible = tl.load(mask_row + slot_offset, mask=is_row[:, None] & is_slot[None, :], other=0)
+    else:
+        visible = tl.load(mask + slot_offset, mask=is_slot[None, :], other=0)
+    if IS_BOOL:
+        result = tl.where(visible != 0, scores, -float("inf"))
+    else:
+        bias = to_float32(visible) * 1.4426950408889634
+        # Finite stays finite: a row of which all is the smallest number is not a row of which all is masked.
+        result = scores + tl.where(bias == -float("inf"), bias, tl.maximum(bias, -3.4028234663852886e38))
+    return result
+
+
+# What a tile of the mask does to its scores.
+_HIDES_ALL = tl.constexpr(0)
+_MIXED = tl.constexpr(1)
+_CHANGES_NOTHING = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["length", "slots", "heads"])
+def _survey_kernel(
+    mask,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_token_stride,
+    mask_slot_stride,
+    survey,
+    heads,
+    length,
+    slots,
+    GROUP: tl.constexpr,
+    IS_BOOL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What the mask does in one tile of the attention kernel: ``BLOCK_M`` query rows times ``BLOCK_N`` slots."""
+    row_tiles = tl.cdiv(length * GROUP, BLOCK_M)
+    row_tile = tl.program_id(0) % row_tiles
+    batch = (tl.program_id(0) // row_tiles // heads).to(tl.int64)
+    head = tl.program_id(0) // row_tiles % heads * GROUP
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask += batch * mask_batch_stride
+    offset = ((head + row % GROUP) * mask_head_stride + (row // GROUP) * mask_token_stride)[:, None]
+    is_inside = (row < length * GROUP)[:, None] & (slot < slots)[None, :]
+    entry = tl.load(mask + offset + slot.to(tl.int64)[None, :] * mask_slot_stride, mask=is_inside, other=0)
+    if IS_BOOL:
+        hides, changes = entry == 0, entry == 0
+    else:
+        hides, changes = to_float32(entry) == -float("inf"), to_float32(entry) != 0
+    sees = tl.max(tl.max((is_inside & (hides == 0)).to(tl.int32), 1), 0)
+    changes = tl.max(tl.max((is_inside & changes).to(tl.int32), 1), 0)
+    state = tl.where(sees == 0, _HIDES_ALL, tl.where(changes == 0, _CHANGES_NOTHING, _MIXED))
+    tl.store(survey + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1), state.to(tl.int8))
+
+
+@triton.jit
+def _seen_range(survey_row, tiles, BLOCK_N: tl.constexpr):
+    """The slots from the first to the last tile that the mask does not hide altogether."""
+    first = tiles
+    stop = 0
+    for base in tl.range(0, tiles, 256):
+        tile = base + tl.arange(0, 256)
+        is_seen = tl.load(survey_row + tile, mask=tile < tiles, other=_HIDES_ALL) != _HIDES_ALL
+        first = tl.minimum(first, tl.min(tl.where(is_seen, tile, tiles), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(is_seen, tile + 1, 0), 0))
+    return first * BLOCK_N, stop * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["length", "max_len", "limit", "survey_tiles"])
 def _attention_kernel(
     query,
     query_batch_stride,
@@ -74,6 +149,10 @@ def _attention_kernel(
     mask_head_stride,
     mask_token_stride,
     mask_slot_stride,
+    survey,
+    survey_batch_stride,
+    survey_head_stride,
+    survey_tiles,
     sinks,
     score_offset,
     out,
@@ -131,10 +210,15 @@ def _attention_kernel(
     if IS_CAUSAL:
         row_end = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32) + 1
         end = tl.minimum(end, tl.max(row_end, 0))
+    begin = 0
+    if survey is not None:
+        survey_row = survey + (batch * survey_batch_stride + kv_head * survey_head_stride + row_tile) * survey_tiles
+        begin, stop = _seen_range(survey_row, survey_tiles, BLOCK_N)
+        end = tl.minimum(end, stop)
 
     # A share is a multiple of 32 slots: tiles of block scales are read whole.
-    share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_N) * BLOCK_N
-    low = split * share
+    share = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N) * BLOCK_N
+    low = begin + split * share
     high = tl.minimum(low + share, end)
 
     column = tl.arange(0, KEY_WIDTH)[None, :]
@@ -175,6 +259,7 @@ def _attention_kernel(
         value_block_scale += batch_head * tiles * (VALUE_DIM // VALUE_BLOCK * 32)
     if mask is not None:
         mask += batch * mask_batch_stride
+        mask_row = mask
         if MASK_HAS_ROWS:
             mask_row = mask + (head * mask_head_stride + token * mask_token_stride)[:, None]
 
@@ -221,17 +306,14 @@ def _attention_kernel(
         slot = start + tl.arange(0, BLOCK_N)
         is_slot = slot < high
         if mask is not None:
-            slot_offset = slot.to(tl.int64)[None, :] * mask_slot_stride
-            if MASK_HAS_ROWS:
-                visible = tl.load(mask_row + slot_offset, mask=is_row[:, None] & is_slot[None, :], other=0)
-            else:
-                visible = tl.load(mask + slot_offset, mask=is_slot[None, :], other=0)
-            if MASK_IS_BOOL:
-                scores = tl.where(visible != 0, scores, -float("inf"))
-            else:
-                bias = to_float32(visible)
-                # Finite stays finite: a row of which all is the smallest number is not a row of which all is masked.
-                scores += tl.where(bias == -float("inf"), bias, tl.maximum(bias * LOG2_E, -3.4028234663852886e38))
+            if survey is None:
+                scores = _masked(
+                    scores, mask, mask_row, slot, mask_slot_stride, is_row, is_slot, MASK_IS_BOOL, MASK_HAS_ROWS
+                )
+            elif tl.load(survey_row + start // BLOCK_N) != _CHANGES_NOTHING:
+                scores = _masked(
+                    scores, mask, mask_row, slot, mask_slot_stride, is_row, is_slot, MASK_IS_BOOL, MASK_HAS_ROWS
+                )
         if IS_CAUSAL:
             scores = tl.where(slot[None, :] < tl.minimum(row_end, high)[:, None], scores, -float("inf"))
         else:
@@ -373,7 +455,7 @@ def configuration(key: KVFormat, value: KVFormat, head_dim: int, rows: int, is_f
         return Configuration(16, 32, 8 if head_dim > 128 else 4, 1, 2)
     if rows > 16:
         block_m = 32 if rows <= 32 else 64
-        return Configuration(block_m, 32, 8, 2, 1) if head_dim > 128 else Configuration(block_m, 64, 4, 2, 2)
+        return Configuration(block_m, 32, 8, 2, 1) if head_dim > 128 else Configuration(block_m, 128, 4, 2, 2)
     bits = max(CODECS[key.codec].bits, CODECS[value.codec].bits)
     return _DECODE[bits, max(64, triton.next_power_of_2(head_dim))]
 
@@ -536,6 +618,9 @@ def attention(
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
     slots = _sm_count(query.device) * config.programs_per_sm
     splits = split_count(programs, slots, min(256, triton.cdiv(max_len, config.block_n)))
+    survey, survey_strides = None, (0, 0, 0)
+    if mask is not None and rows > config.block_m:
+        survey, survey_strides = _survey(mask, mask_strides, mask_is_bool, kv_heads, group, length, config)
     target, partial_max, partial_sum = out, None, None
     if splits > 1:
         partial_shape = (batch * kv_heads, splits, rows)
@@ -557,6 +642,8 @@ def attention(
             positions,
             mask,
             *mask_strides,
+            survey,
+            *survey_strides,
             None if sinks is None else sinks.contiguous(),
             score_offset,
             target,
@@ -610,6 +697,38 @@ def attention(
                 num_warps=4,
             )
     return rotate_rows(out, dtype) if value.rotated else out
+
+
+def _survey(
+    mask: torch.Tensor,
+    strides: tuple[int, ...],
+    is_bool: bool,
+    kv_heads: int,
+    group: int,
+    length: int,
+    config: Configuration,
+) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """What ``mask`` does in each tile of the attention kernel, int8, and the strides by which a program finds its row:
+    of the batch, of the KV heads, and of tiles of rows."""
+    batch, heads, _, slots = mask.shape
+    row_tiles, tiles = triton.cdiv(length * group, config.block_m), triton.cdiv(slots, config.block_n)
+    survey_heads = kv_heads if heads > 1 else 1
+    survey = torch.empty(batch * survey_heads * row_tiles, tiles, dtype=torch.int8, device=mask.device)
+    with on_device(mask):
+        _survey_kernel[(len(survey), tiles)](
+            mask,
+            *strides,
+            survey,
+            survey_heads,
+            length,
+            slots,
+            GROUP=group,
+            IS_BOOL=is_bool,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            num_warps=4,
+        )
+    return survey, (survey_heads * row_tiles if batch > 1 else 0, row_tiles if heads > 1 else 0, tiles)
 
 
 def _check(
