@@ -43,11 +43,18 @@ CENTRE_TOKENS = 256  # from how many of the first tokens a centre is taken
 # decoding), and one more added at once, without losing what the window still needs.
 SPARE_SLOTS = 32
 # Models with a sliding-window cache whose masks know nothing of the window: they rely on the cache dropping tokens.
-_MASKS_WITHOUT_WINDOW = ("kyutai_speech_to_text", "moonshine_streaming", "moshi")
-# Models that take no cache but their own.
-_CACHE_OF_ITS_OWN = ("minimax",)
-# Models that take the width of K for the number of tokens: wrong with any static cache, transformers' own included.
-_WIDTH_IS_LENGTH = ("gpt_neo",)
+_MASKS_WITHOUT_WINDOW = (
+    *("kyutai_speech_to_text", "moonshine_streaming", "moshi"),
+    *("inkling_text", "inkling2_text", "inkling2_loop_text", "zaya"),
+)
+# Models that cannot have a cache of a fixed size in the place of their own, and why.
+_WIDTH = "works with no static cache: it {} by the width of K"
+_NO_STATIC_CACHE = {
+    "bloom": "makes its biases (alibi) as wide as the cache while it reads a prompt, and K has no such width then",
+    "cpmant": _WIDTH.format("places its biases"),
+    "gpt_neo": _WIDTH.format("counts tokens"),
+    "minimax": "makes a cache of its own kind, which cannot be replaced",
+}
 
 
 class QuantizedCache(Cache):
@@ -227,6 +234,8 @@ class QuantizedLayer(CacheLayerMixin):
         last_position: ``[1]`` int64 on the layer's device: position of the newest token, -1 while empty. All layers of
             a device share it; the first of them to be updated (``leads``) advances it, so a decode step launches one
             addition instead of one per layer, and the operators read it as it is.
+        behind: Tokens that ``last_position`` counts already and this layer has not been given yet. Not 0 only within a
+            forward, between the update of the layer that leads and this one's.
         is_empty: Known on the host, so that a prefill can be told from a later chunk without asking the device.
         eager_reads: Times the decoded cache was read outside a compiled graph since the last reset, hence unfused.
     """
@@ -247,12 +256,13 @@ class QuantizedLayer(CacheLayerMixin):
         self.is_empty = True
         self.eager_reads = 0
         self._lengths = lengths or Lengths()
+        self.behind = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
         with _outside_inference_mode():
             self.key, self.value = self.config.allocate_like(key_states, value_states, self.slots)
-            self.last_position, self.leads = self._lengths.join(key_states.device)
+            self.last_position, self._sharing = self._lengths.join(self, key_states.device)
         self.batch_size, self.dtype, self.device = key_states.shape[0], key_states.dtype, key_states.device
         self._mark_static()
         self.is_initialized = True
@@ -285,6 +295,9 @@ class QuantizedLayer(CacheLayerMixin):
             stored = 0 if self.is_empty or torch.compiler.is_compiling() else int(self.last_position) + 1
             self._check_room(length, stored)
             self.last_position.add_(length)
+            for layer in self._sharing:
+                layer.behind = length
+        self.behind = 0
         positions = self.last_position
         if length > 1:
             positions = positions - (length - 1) + torch.arange(length, device=self.device)
@@ -308,6 +321,11 @@ class QuantizedLayer(CacheLayerMixin):
             return before[0].index_copy(2, at, key_states), before[1].index_copy(2, at, value_states)
         decoded_key, decoded_value = self._read(positions, key, value)
         return decoded_key, decoded_value
+
+    @property
+    def leads(self) -> bool:
+        """Whether this layer advances the counter that it shares."""
+        return self._sharing[0] is self
 
     @property
     def is_ring(self) -> bool:
@@ -363,7 +381,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens stored: a 0-dim int64 tensor (reading it does not wait for the device), or 0 before initialization."""
-        return self.last_position[0] + 1 if self.is_initialized else 0
+        return self.last_position[0] + (1 - self.behind) if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         """Positions that a sequence can have."""
@@ -486,14 +504,15 @@ class Lengths:
     """The counters of one cache: one per device, shared by the layers there."""
 
     def __init__(self) -> None:
-        self._by_device: dict[torch.device, Tensor] = {}
+        self._by_device: dict[torch.device, tuple[Tensor, list[QuantizedLayer]]] = {}
 
-    def join(self, device: torch.device) -> tuple[Tensor, bool]:
-        """The counter of ``device``, and whether the caller is the first to ask for it and so advances it."""
-        leads = device not in self._by_device
-        if leads:
-            self._by_device[device] = torch.full((1,), -1, dtype=torch.int64, device=device)
-        return self._by_device[device], leads
+    def join(self, layer: QuantizedLayer, device: torch.device) -> tuple[Tensor, list[QuantizedLayer]]:
+        """The counter of ``device``, and the layers that share it: ``layer`` from now on, too."""
+        if device not in self._by_device:
+            self._by_device[device] = torch.full((1,), -1, dtype=torch.int64, device=device), []
+        counter, sharing = self._by_device[device]
+        sharing.append(layer)
+        return counter, sharing
 
 
 _LinearAttention: Any = LinearAttentionLayer
@@ -551,11 +570,14 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     check_attention(config)
     if _in_every_layer(config, "num_attention_heads") is None:
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
-    if config.model_type in _CACHE_OF_ITS_OWN:
-        raise NotImplementedError(f"{config.model_type} makes a cache of its own kind, which cannot be replaced")
-    if config.model_type in _WIDTH_IS_LENGTH:
-        raise NotImplementedError(f"{config.model_type} works with no static cache: it counts tokens by the width of K")
-    layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    if reason := _NO_STATIC_CACHE.get(config.model_type):
+        raise NotImplementedError(f"{config.model_type} {reason}")
+    try:
+        layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    except KeyError as error:
+        raise NotImplementedError(
+            f"{config.model_type}: transformers has no static cache for layers of type {error}"
+        ) from error
     known = {*_PLAIN, *_HYBRIDS, *_AS_THEY_ARE}
     for index, layer in enumerate(layers):
         if type(layer) not in known:

@@ -336,6 +336,11 @@ def _prepare_cache_for_generation(
         model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
+            if generation_config.use_cache is False:
+                raise ValueError(
+                    "a cache was passed, and use_cache is False (which some models' configurations say): transformers "
+                    "would store every token again at each step. Pass use_cache=True, or no cache"
+                )
             _check_given(
                 cache, rows, max_cache_length, layers_of_transformers(self.config.get_text_config(decoder=True), 1)
             )

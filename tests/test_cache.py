@@ -517,3 +517,24 @@ def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
     assert broken[150] > 4 * broken[0]
     with capsys.disabled():
         print(f"\nrelative logit error without, and with biases of 150 in K: {'; '.join(shown)}")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_counts_its_own_tokens_within_a_forward(tiny_llama, compiled):
+    """Position biases are made by each layer from the length of its cache, before it stores what is new."""
+    config = tiny_llama().config
+    cache = QuantizedCache(config, "bf16", max_cache_len=16)
+    x = torch.randn(1, config.num_key_value_heads, 3, config.head_dim)
+
+    def forward(x):
+        seen = []
+        for index in range(len(cache)):
+            before = cache.get_seq_length(index) + 0
+            cache.update(x, x, index)
+            seen.append((before, cache.get_seq_length(index) + 0))
+        return seen
+
+    forward(x)
+    step = torch.compile(forward, backend="eager") if compiled else forward
+    for length in (3, 4, 5):
+        assert [(int(a), int(b)) for a, b in step(x[:, :, :1])] == [(length, length + 1)] * len(cache)

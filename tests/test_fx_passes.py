@@ -330,7 +330,11 @@ def test_flex_attention_is_named(tiny_llama):
 @pytest.mark.parametrize(
     ("name", "sizes", "reason"),
     [
-        ("Bloom", {"n_layer": 1, "n_head": 4, "hidden_size": 64}, "its product has batch and heads in one dimension"),
+        (
+            "XGLM",
+            {"num_layers": 1, "attention_heads": 4, "d_model": 64, "ffn_dim": 64},
+            "its product has batch and heads in one dimension",
+        ),
         ("Mpt", {"n_layers": 1, "n_heads": 4, "d_model": 64}, "a graph break cut it apart"),
     ],
 )

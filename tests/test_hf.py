@@ -350,6 +350,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             generate(model, prompt, **arguments)
 
+    def test_a_cache_that_is_not_to_be_used(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "nvfp4")
+        cache = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=32)
+        with pytest.raises(ValueError, match="a cache was passed, and use_cache is False"):
+            generate(model, prompt, past_key_values=cache, use_cache=False)
+        assert not cache.is_initialized
+
     def test_a_cache_that_is_too_small_or_of_another_batch(self, tiny_llama, prompt):
         model = tiny_llama()
         kvpass.enable(model, "nvfp4")

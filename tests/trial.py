@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvpass
+from kvpass import hf
 from kvpass.cache import HybridLayer, QuantizedLayer
 from kvpass.fx_passes.match import Match, Rejected, Site, find_sites
 from kvpass.fx_passes.rewrite import rewrite
@@ -31,6 +32,7 @@ class Result:
     Attributes:
         refused: The message with which the cache refuses it; None if it does not.
         error: Largest difference of logits from transformers' own cache, as a share of the largest logit.
+        generate_error: The same of the logits of ``generate``, as long as both choose the same tokens.
         fusion_error: The same for fused against unfused, on the same bytes.
         fused: Attentions that were fused.
         reasons: Why others were not.
@@ -39,6 +41,7 @@ class Result:
 
     refused: str | None = None
     error: float = 0.0
+    generate_error: float = 0.0
     fusion_error: float = 0.0
     fused: int = 0
     reasons: tuple[str, ...] = ()
@@ -69,6 +72,7 @@ def try_architecture(architecture: Architecture) -> Result:
     own = EncoderDecoderCache(Rounded(config=config), Rounded(config=config)) if two else Rounded(config=config)
     ours, theirs = run.tokens(cache), run.tokens(own)
     error = _difference(ours[run.seen], theirs[run.seen])
+    generate_error = run.generate_error(Rounded(config=config))
 
     matches: list[Match] = []
     step = torch.compile(model, backend=_pass_alone(matches))
@@ -80,6 +84,7 @@ def try_architecture(architecture: Architecture) -> Result:
         fusion_error = max(fusion_error, _difference(run.call(step, cache, start, start + 1), expected))
     return Result(
         error=error,
+        generate_error=generate_error,
         fusion_error=fusion_error,
         fused=sum(isinstance(match, Site) for match in matches),
         reasons=tuple(sorted({match.reason for match in matches if isinstance(match, Rejected)})),
@@ -122,6 +127,28 @@ class _Run:
                 more["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
         logits: Tensor = model(**more).logits
         return logits
+
+    def generate_error(self, own: DynamicCache) -> float:
+        """How far the logits of ``generate`` with a cache of the bf16 format are from those with ``own``."""
+        prompt = {"attention_mask": self.mask[:, :PROMPT]}
+        if self.model.config.is_encoder_decoder:
+            prompt = {"encoder_outputs": self.encoder_outputs, "attention_mask": self.encoder_mask}
+            own = EncoderDecoderCache(own, Rounded(config=self.model.config))
+        else:
+            prompt["input_ids"] = self.ids[:, :PROMPT]
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+        options |= {"output_logits": True, "disable_compile": True, "use_cache": True}
+        theirs = self.model.generate(**prompt, **options, **{hf.CACHE_ARGUMENT: own})
+        kvpass.enable(self.model, "bf16")
+        ours = self.model.generate(**prompt, **options)
+        kvpass.disable(self.model)
+        start = ours.sequences.shape[1] - options["max_new_tokens"]
+        same = (ours.sequences == theirs.sequences).long().cummin(-1).values.bool()
+        errors = []
+        for i, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True), start):
+            if (rows := same[:, i - 1]).any():
+                errors.append(_difference(a[rows], b[rows]))
+        return max(errors)
 
     def tokens(self, cache: Any) -> Tensor:
         """Logits of the prompt, then token by token."""
