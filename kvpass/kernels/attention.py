@@ -453,10 +453,12 @@ def configuration(key: KVFormat, value: KVFormat, head_dim: int, rows: int, is_f
     """The configuration for ``rows`` query rows of a KV head; ``head_dim`` is the larger of K's and V's."""
     if is_fp32:  # no tensor cores: whole rows of both operands in registers
         return Configuration(16, 32, 8 if head_dim > 128 else 4, 1, 2)
+    bits = max(CODECS[key.codec].bits, CODECS[value.codec].bits)
     if rows > 16:
         block_m = 32 if rows <= 32 else 64
-        return Configuration(block_m, 32, 8, 2, 1) if head_dim > 128 else Configuration(block_m, 128, 4, 2, 2)
-    bits = max(CODECS[key.codec].bits, CODECS[value.codec].bits)
+        if head_dim > 128:
+            return Configuration(block_m, 32, 8, 2, 1)
+        return Configuration(block_m, 64, 4, 2 if bits == 16 else 3, 2)
     return _DECODE[bits, max(64, triton.next_power_of_2(head_dim))]
 
 
