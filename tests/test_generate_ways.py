@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import Architecture
+from packaging.version import Version
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
@@ -48,6 +50,9 @@ def by_hand(model, input_ids, logits_processor, stopping_criteria, generation_co
     return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
 
+# transformers 5.15 compiles no assisted decoding, and its own cache fails in an assistant with a sliding window.
+IS_OLD = Version(transformers.__version__) < Version("5.17")
+ASSISTED = () if IS_OLD else tuple(KINDS)
 NO_ROLLBACK = {"linear and full": "assisted generation is not supported with stateful models"}
 WAYS = {
     "greedy": Way(),
@@ -55,8 +60,8 @@ WAYS = {
     "several sequences": Way(SAMPLING | {"num_return_sequences": 2}),
     "beam search": Way({"num_beams": 3}, fused=()),
     "several beams returned": Way({"num_beams": 3, "num_return_sequences": 2}, fused=()),
-    "prompt lookup": Way({"prompt_lookup_num_tokens": 3}, rows=1, refused=NO_ROLLBACK),
-    "an assistant model": Way({"assistant_model": ...}, rows=1, refused=NO_ROLLBACK),
+    "prompt lookup": Way({"prompt_lookup_num_tokens": 3}, rows=1, fused=ASSISTED, refused=NO_ROLLBACK),
+    "an assistant model": Way({"assistant_model": ...}, rows=1, fused=ASSISTED, refused=NO_ROLLBACK),
     "prompt in chunks": Way({"prefill_chunk_size": 8}),
     "early stop": Way({"eos_token_id": list(range(4, 20))}),
     "max_cache_len": Way({"max_cache_len": 100}),
@@ -146,6 +151,8 @@ def unfused(model, way):
 @pytest.mark.parametrize("name", WAYS)
 def test_way(kind, name, compatibility):
     model, way = _models[kind], WAYS[name]
+    if IS_OLD and kind == "sliding and full" and "assistant_model" in way.settings:
+        pytest.skip("this transformers fails in an assistant with a sliding window")
     call = arguments(model, way)
     kvpass.enable(model, FORMAT)
     torch.manual_seed(0)

@@ -535,6 +535,8 @@ def test_who_may_learn_late_that_it_is_over(tiny_llama, monkeypatch, kind, retur
 
     from kvpass import hf
 
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this transformers always waits")
     kvpass.enable(tiny_llama(), "nvfp4")
     cache = kvpass.QuantizedCache(tiny_llama().config, "nvfp4", max_cache_len=32)
     if kind == "linear attention":
