@@ -6,7 +6,8 @@ it, so that the decoded K and V never exist in memory.
 
 The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
 Where a format is centred and nobody gave the centre, it is the mean of the first tokens, taken before they are stored
-and fixed from then on; any vector would be exact, a mean makes what is stored small.
+and fixed from then on; any vector would be exact, a mean makes what is stored small. So it is with the tensor scale of
+a format whose block scales it moves into their range (nvfp4): the largest magnitude of the first tokens gives it.
 
 A layer with a sliding window (or chunked attention) is a ring: the token at position ``p`` is in slot ``p % slots``.
 What attention reads is laid out by position all the same, ``max_cache_len`` of them, so that masks and counters of such
@@ -38,7 +39,7 @@ from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat, check_centre
 from kvpass.scales import KVScales
 
-CENTRE_TOKENS = 256  # from how many of the first tokens a centre is taken
+FIRST_TOKENS = 256  # of a prompt: centres and tensor scales are taken from them
 # Slots of a ring beyond its window. So many tokens can be cropped from a full ring (a rejected draft of assisted
 # decoding), and one more added at once, without losing what the window still needs.
 SPARE_SLOTS = 32
@@ -303,7 +304,7 @@ class QuantizedLayer(CacheLayerMixin):
             positions = positions - (length - 1) + torch.arange(length, device=self.device)
         is_first_prefill = self.is_empty and length > 1
         if self.is_empty:
-            self._centre(key_states, value_states)
+            learn(self.config, self.key, self.value, key_states, value_states)
         elif not torch.compiler.is_compiling():
             self.eager_reads += 1
         overwrites = not is_first_prefill and length > 1 + self.slots - self.window and self.is_ring
@@ -418,15 +419,6 @@ class QuantizedLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def _centre(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Set the centres that are taken from the first tokens."""
-        for buffers, x, given in (
-            (self.key, key_states, self.config.key_centre),
-            (self.value, value_states, self.config.value_centre),
-        ):
-            if buffers.centre is not None and given is None:
-                buffers.centre.copy_(centre_of(x))
-
     def _check_rows(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
@@ -489,10 +481,63 @@ class QuantizedLayer(CacheLayerMixin):
                 torch._dynamo.mark_static_address(tensor)
 
 
-def centre_of(x: Tensor) -> Tensor:
-    """``[kv_heads, head_dim]`` float32: the mean of the first :data:`CENTRE_TOKENS` tokens of every row of ``x``
-    (``[batch, kv_heads, length, head_dim]``); 0 where that is not finite."""
-    return x[:, :, :CENTRE_TOKENS].float().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
+def learn(
+    config: LayerConfig,
+    key: KVBuffers,
+    value: KVBuffers,
+    key_states: Tensor,
+    value_states: Tensor,
+    is_written: Tensor | None = None,
+) -> None:
+    """Set the centres and tensor scales that nobody gave from the first :data:`FIRST_TOKENS` tokens, in place.
+
+    Args:
+        config: What was given.
+        key, value: The buffers.
+        key_states, value_states: ``[batch, kv_heads, length, head_dim]``.
+        is_written: ``[at most FIRST_TOKENS]`` boolean, whether the first slots hold tokens, and not zeros; None where
+            all do.
+    """
+    for buffers, fmt, x, scale, centre in (
+        (key, config.key, key_states, config.key_scale, config.key_centre),
+        (value, config.value, value_states, config.value_scale, config.value_centre),
+    ):
+        x = x[:, :, :FIRST_TOKENS].float()
+        weight = 1.0 if is_written is None else is_written[:, None].float()
+        if buffers.centre is not None and centre is None:
+            buffers.centre.copy_(centre_of(x, weight))
+        if buffers.scale is not None and fmt.learns_scale and scale is None:
+            buffers.scale.copy_(scale_of(x, buffers.centre, weight))
+
+
+def centre_of(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """``[kv_heads, head_dim]``: the mean of ``x`` (``[batch, kv_heads, length, head_dim]`` float32) over rows and
+    tokens, 0 where that is not finite. ``weight`` (``[length, 1]``) is 1 for a token and 0 for a slot of zeros."""
+    mean = x.mean((0, 2))
+    if isinstance(weight, Tensor):
+        mean = mean / weight.mean().clamp(min=1 / FIRST_TOKENS)
+    return mean.nan_to_num(0.0, 0.0, 0.0)
+
+
+def scale_of(x: Tensor, centre: Tensor | None = None, weight: Tensor | float = 1.0) -> Tensor:
+    """``[kv_heads]`` float32: the tensor scale that a format of e4m3 block scales takes from the tokens ``x``, which
+    are stored less ``centre``; arguments as for :func:`centre_of`.
+
+    With ``p`` the power of two at or below the largest magnitude ``a``, it is ``p / 16``: then ``a`` has a block scale
+    ``a / 6 / scale`` from 2.7 to 5.3, the middle, in octaves, of what e4m3 holds as a normal number, ``2**-6`` to 448.
+    A later token can be 84 times as large before it saturates, and a block's scale loses bits only where the block is
+    170 times as small. As a power of two it changes no rounding of any other block scale: which of them it is, and so
+    the other rows of a batch and their padding, shows at those two ends alone.
+
+    ``a`` is at least a sixteenth of the magnitude before ``centre`` is taken away: a prompt of one token is its own
+    centre, and says nothing of how far others lie. A rotation is left out. It changes ``a`` by ``sqrt(head_dim)`` at
+    most. What is not finite does not count, and the scale is 1 where nothing is left.
+    """
+    distance = x if centre is None else (x - centre[:, None]) * weight
+    largest = torch.maximum(distance.abs(), x.abs() / 16)
+    largest = torch.where(largest.isfinite(), largest, 0.0).amax((0, 2, 3))
+    power = (largest.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(largest == 0, 1.0, power / 16)
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:

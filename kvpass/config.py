@@ -39,7 +39,8 @@ class LayerConfig(NamedTuple):
 
     Attributes:
         key, value: Formats.
-        key_scale, value_scale: Tensor scales, ``[1]`` or ``[kv_heads]`` float32; None for 1.
+        key_scale, value_scale: Tensor scales, ``[1]`` or ``[kv_heads]`` float32; None for 1, or where the first tokens
+            give it (:attr:`kvpass.formats.KVFormat.learns_scale`).
         key_centre, value_centre: ``[kv_heads, head_dim]`` float32; None where the first tokens give it.
         keep_first: First slots that are kept in bf16.
     """
@@ -103,7 +104,8 @@ class KVQuantConfig:
             Python slices it (``"4:8"``, ``"-2:"``, ``"::2"``), or a pattern (``fnmatch``) of the layer's name
             ``model.layers.<index>.self_attn`` or of its type in the model's ``layer_types``. Later entries win.
         skip_layers: Selectors of layers kept in bf16; they win over ``layers``.
-        scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content; None for 1.0.
+        scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content. None for 1.0, and for
+            those of nvfp4 and the centres that the first tokens of a prompt give.
         stack_linears: Compute linear layers that read the same input (q, k and v; gate and up) as one. Their weights
             are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`;
             ``save_pretrained`` works all the same, ``safetensors.torch.save_model`` does not.
@@ -151,6 +153,20 @@ class KVQuantConfig:
     def value(self) -> KVFormat:
         """The format V is stored in, but for what ``layers`` and ``skip_layers`` say."""
         return get_format(self.value_format or self.format)
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """What was not given, and the first tokens of a prompt give: ``"tensor scale of V"``, ``"centre of K"``."""
+        found = []
+        for side, name in (("key", "K"), ("value", "V")):
+            own = (wanted for entry in self.layers if (wanted := getattr(entry, f"{side}_format")))
+            formats = [getattr(self, side), *map(get_format, own)]
+            if self.scales is None and any(fmt.learns_scale for fmt in formats):
+                found.append(f"tensor scale of {name}")
+            has_centres = self.scales is not None and all(getattr(i, side).centre for i in self.scales.layers)
+            if not has_centres and any(fmt.centred for fmt in formats):
+                found.append(f"centre of {name}")
+        return tuple(found)
 
     @property
     def differs_by_layer(self) -> bool:

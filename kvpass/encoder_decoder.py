@@ -23,7 +23,7 @@ class QuantizedEncoderDecoderCache(EncoderDecoderCache):
     Args:
         config: The model's configuration.
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`. Its scales are those of
-            self-attention; K and V of cross attention are stored with scales of 1.
+            self-attention; K and V of cross attention are stored as if there were none.
         max_cache_len: Tokens per sequence that the decoder can hold. Cross attention holds what the encoder returns.
 
     Attributes:

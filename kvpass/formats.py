@@ -154,6 +154,12 @@ class KVFormat:
         return CODECS[self.codec].bits + (8 / self.block if self.block else 0)
 
     @property
+    def learns_scale(self) -> bool:
+        """Whether the first tokens give a tensor scale that nobody else gives (:func:`kvpass.cache.scale_of`): where it
+        moves block scales within what e4m3 can tell apart. A wider codec has room for every usual K and V with 1."""
+        return self.tensor_scale and self.block_scale == "e4m3"
+
+    @property
     def range(self) -> float:
         """Largest magnitude that a tensor scale of 1 can hold: 448 for e4m3, 6 * 448 for NVFP4."""
         return CODECS[self.codec].max * (CODECS["e4m3"].max if self.block_scale == "e4m3" else 1.0)

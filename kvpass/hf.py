@@ -154,6 +154,8 @@ class ModelReport:
         lines = [f"kvpass: enabled with {self.config}" if self.config else "kvpass: not enabled"]
         if self.config and self.config.scales:
             lines.append(f"scales: {self.config.scales}")
+        if self.config and self.config.learns:
+            lines.append(f"from the first tokens of each prompt: {', '.join(self.config.learns)}")
         lines += [
             f"scale too small: {share:.1%} of layer {index}'s {name} is at the end of its range; `kvpass calibrate` "
             "measures a better one"

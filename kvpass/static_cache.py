@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvpass import ops, reference
-from kvpass.cache import CENTRE_TOKENS, centre_of
+from kvpass.cache import FIRST_TOKENS, learn
 from kvpass.config import LayerConfig
 from kvpass.formats import KVBuffers, get_format
 
@@ -59,8 +59,8 @@ class ReleasedBuffer(Tensor):
 def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
 
-    Both become :class:`ReleasedBuffer`; where they already are, nothing happens. A centre that is not given is the mean
-    of the first tokens that are there.
+    Both become :class:`ReleasedBuffer`; where they already are, nothing happens. Centres and tensor scales that are not
+    given are taken from the first tokens that are there (:func:`kvpass.cache.learn`).
 
     Raises:
         ValueError: The cache was quantized in other formats before.
@@ -74,9 +74,9 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
         return
     slots = torch.arange(key.shape[2], device=key.device)
     new = config.allocate_like(key, value)
-    for x, buffers, given in ((key, new[0], config.key_centre), (value, new[1], config.value_centre)):
-        if buffers.centre is not None and given is None:
-            buffers.centre.copy_(centre_of(x) / _share_written(key))
+    first = key[:, :, :FIRST_TOKENS]
+    is_written = (first != 0).transpose(0, 2).flatten(1).any(1)  # transformers makes its buffers of zeros
+    learn(config, *new, first, value, is_written)
     ops.store(key, value, slots, *new[0], *new[1], config.key.name, config.value.name)
     for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
         for buffer in buffers.tensors():
@@ -84,13 +84,6 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
         tensor.data = _hollow(tensor)
         tensor.__class__ = ReleasedBuffer
         tensor.buffers, tensor.format = buffers, fmt.name  # type: ignore[attr-defined]
-
-
-def _share_written(key: Tensor) -> Tensor:
-    """Share of the slots that :func:`kvpass.cache.centre_of` looks at that hold tokens (transformers makes its buffers
-    of zeros). 0-dim; at least that of one slot, so that it can divide."""
-    is_written = (key[:, :, :CENTRE_TOKENS] != 0).transpose(0, 2).flatten(1).any(1)
-    return is_written.float().mean().clamp(min=1 / CENTRE_TOKENS)
 
 
 def _hollow(tensor: Tensor) -> Tensor:

@@ -376,6 +376,8 @@ class TestTransforms:
             for ours, theirs in zip(cache.layers, eager.layers, strict=True):
                 if ours.key.centre is not None:
                     close(ours.key.centre, theirs.key.centre)
+                assert torch.equal(ours.value.scale, theirs.value.scale)
+                assert (ours.value.scale.max() < 1) == ours.value_format.learns_scale
         for report in reports_for(list(model.parameters())):
             assert not report.count("not fused")
 
@@ -388,10 +390,11 @@ class TestTransforms:
             expected = QuantizedCache(model.config, "balanced", max_cache_len=32)
             nearly(run(step, cache, ids[:, start:]), run(model, expected, ids[:, start:]))
             close(cache.layers[1].key.centre, expected.layers[1].key.centre)
+            assert torch.equal(cache.layers[1].value.scale, expected.layers[1].value.scale)
 
     @pytest.mark.parametrize("config", TRANSFORMED)
     def test_static_cache(self, tiny_llama, ids, config, device):
-        """Its centres are those of what it holds when it is converted, unwritten slots not counted."""
+        """Centres and tensor scales are those of what it holds when it is converted, unwritten slots not counted."""
         model, ids = tiny_llama(device), ids.to(device)
         expected = QuantizedCache(model.config, config, max_cache_len=32)
         wanted = run(model, expected, ids)
@@ -405,6 +408,7 @@ class TestTransforms:
                 for released, buffers in ((ours.keys, theirs.key), (ours.values, theirs.value)):
                     if buffers.centre is not None:
                         close(released.buffers.centre, buffers.centre)
+                    assert torch.equal(released.buffers.scale, buffers.scale)
                     assert (released.buffers.kept is None) == (buffers.kept is None)
         cache.reset()
         assert (cache.layers[0].keys.buffers.codes == 0).all()

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from kvpass import reference
-from kvpass.cache import QuantizedCache
+from kvpass.cache import QuantizedCache, scale_of
 from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, get_format, register_format
 from kvpass.scale_files import Scale
@@ -262,7 +262,7 @@ class TestScales:
     def test_one_layers_scale_reaches_its_write_path_and_no_other(self, tiny_llama, ids, name):
         """In a first prefill the attention is exact, so what each layer is given does not depend on the scales."""
         model, fmt = tiny_llama(num_hidden_layers=3), get_format(name)
-        plain = filled(model, ids, name)
+        plain = filled(model, ids, KVQuantConfig(name, scales=scales_of([1.0, 1.0, 1.0], name)))
         changed = filled(model, ids, KVQuantConfig(name, scales=scales_of([1.0, [0.07, 0.11], 1.0], name)))
         for index, (a, b) in enumerate(zip(plain.layers, changed.layers, strict=True)):
             for one, other in ((a.key, b.key), (a.value, b.value)):
@@ -452,6 +452,89 @@ class TestCentres:
         scales = KVScales(tuple(LayerScales(i, scale, scale) for i in range(2)))
         with pytest.raises(ValueError, match=r"a centre of shape \[2, 32\] for a layer of 2 KV heads of 64 values"):
             filled(tiny_llama(), ids, KVQuantConfig.from_scales(scales))
+
+
+class TestLearntScales:
+    """The tensor scales that nvfp4 takes from the first tokens where nobody gives them."""
+
+    def test_by_hand(self):
+        x = torch.zeros(2, 3, 5, 16)
+        x[1, 0, 4, 7], x[0, 0, 0, 0] = -3.0, 0.5  # the power of two below is 2
+        x[0, 1, 1, 3] = 2.0**-9
+        assert scale_of(x).tolist() == [2 / 16, 2.0**-13, 1.0]
+        assert torch.equal(scale_of(x[:, 1:]), scale_of(x)[1:])  # a tensor-parallel rank has heads of its own
+        x[0, 0, 1], x[0, 1, 2, 5], x[1, 2, 0, 1] = torch.nan, torch.inf, -torch.inf
+        assert scale_of(x).tolist() == [2 / 16, 2.0**-13, 1.0]
+        # Less a centre: 3 is left of 100, and 6.25 is the sixteenth that counts at least.
+        x = torch.full((1, 1, 2, 16), 97.0)
+        x[0, 0, 1] = 103.0
+        assert scale_of(x, torch.full((1, 16), 100.0)).tolist() == [4 / 16]
+        assert scale_of(x[:, :, :1], x[:, 0, 0]).tolist() == [4 / 16]  # nothing is left of a single token
+        assert scale_of(torch.full((1, 1, 1, 16), 2.0**-140)).tolist() == [2.0**-104]
+
+    @pytest.mark.parametrize("largest", [0.011, 1.0, 3.99, 7000.0])
+    def test_brings_block_scales_to_the_middle_of_their_range(self, tiny_llama, largest):
+        cache = QuantizedCache(tiny_llama().config, "nvfp4", max_cache_len=64)
+        x = torch.randn(2, 2, 9, 64)
+        x *= largest / x.abs().amax((0, 2, 3), keepdim=True)
+        cache.layers[0].update(x, x)
+        rows = reference.scale_rows(cache.layers[0].value.block_scale, 9).view(torch.float8_e4m3fn).float()
+        assert all(2.5 <= head <= 5.5 for head in rows.amax((0, 2, 3)).tolist())
+        # What comes later fits up to 84 times as large; with a scale for the amax itself next to nothing would.
+        cache.layers[0].update(80 * x, 80 * x)
+        assert cache.layers[0].saturation() == (0.0, 0.0)
+        cache.layers[0].update(400 * x, 400 * x)
+        assert min(cache.layers[0].saturation()) > 0
+
+    @pytest.mark.parametrize("name", ["nvfp4", "nvfp4+centred+rotated+sweep"])
+    def test_make_small_values_as_good_as_any(self, tiny_llama, name):
+        """A power of two in K and V is a power of two in what is read, to the bit."""
+        config, x = tiny_llama().config, torch.randn(2, 2, 9, 64)
+        read = []
+        for factor in (1.0, 2.0**-12, 2.0**9):
+            layer = QuantizedCache(config, name, max_cache_len=16).layers[0]
+            layer.update(factor * x, factor * x)
+            read.append((layer.keys / factor, layer.values / factor))
+        assert all(torch.equal(read[0][side], other[side]) for other in read[1:] for side in range(2))
+        assert float((read[0][1][:, :, :9] - x).norm() / x.norm()) < 0.12
+        given = KVQuantConfig(name, scales=scales_of([1.0, 1.0], name))
+        lost = QuantizedCache(config, given, max_cache_len=16).layers[0]
+        lost.update(2.0**-12 * x, 2.0**-12 * x)
+        assert float((lost.values[:, :, :9] - 2.0**-12 * x).norm() / (2.0**-12 * x).norm()) > 0.5
+
+    def test_come_from_the_first_tokens_of_each_head(self, tiny_llama):
+        layer = QuantizedCache(tiny_llama().config, {"key_format": "fp8_e4m3", "value_format": "nvfp4"}, 600).layers[0]
+        x = torch.randn(1, 2, 300, 64).clamp(-0.9, 0.9)
+        x[:, :, 7, 0], x[:, 1, 7, 0], x[:, :, 256:] = 3.0, 40.0, 90.0
+        layer.update(x, x)
+        assert layer.value.scale.tolist() == [2 / 16, 32 / 16]
+        assert layer.key.scale.tolist() == [1.0, 1.0]
+
+    def test_stay_until_a_reset_and_are_taken_again_after_it(self, tiny_llama):
+        layer, x = QuantizedCache(tiny_llama().config, "nvfp4", 64).layers[0], torch.full((1, 2, 8, 64), 1.5)
+        layer.update(x, x)
+        scale, address = layer.key.scale.clone(), layer.key.scale.data_ptr()
+        assert scale.tolist() == [1 / 16, 1 / 16]
+        layer.update(10 * x, 10 * x)
+        layer.update(100 * x[:, :, :1], 100 * x[:, :, :1])
+        assert torch.equal(layer.key.scale, scale)
+        layer.crop(-17)  # all of it: what is stored next goes on from there
+        layer.update(10 * x, 10 * x)
+        assert torch.equal(layer.key.scale, scale)
+        layer.reset()
+        layer.update(100 * x, 100 * x)
+        assert layer.key.scale.tolist() == [128 / 16, 128 / 16] and layer.key.scale.data_ptr() == address
+
+    def test_given_scales_win(self, tiny_llama, ids):
+        model = tiny_llama()
+        cache = filled(model, ids, KVQuantConfig("nvfp4", scales=scales_of([1.0, [0.5, 0.03]], "nvfp4")))
+        assert [layer.value.scale.tolist() for layer in cache.layers] == [[1.0, 1.0], pytest.approx([0.5, 0.03])]
+        learnt = filled(model, ids, "nvfp4")
+        assert all(layer.key.scale.max() < 1 for layer in learnt.layers)
+        learnt.reset()
+        learnt.set_scales(scales_of([1.0, 1.0], "nvfp4"))
+        logits(model, learnt, ids[:, :9])
+        assert all(layer.key.scale.tolist() == [1.0, 1.0] for layer in learnt.layers)
 
 
 class TestKeptTokens:

@@ -226,6 +226,15 @@ class TestDerivedFormats:
         with pytest.raises(ValueError, match="keep_first is .*; it must be a whole number from 0 to 64"):
             KVQuantConfig(keep_first=keep_first)
 
+    def test_what_a_prompt_gives(self):
+        assert KVQuantConfig().learns == KVQuantConfig("mxfp4").learns == KVQuantConfig(skip_layers=[0]).learns == ()
+        assert KVQuantConfig.preset("fast").learns == ("centre of K",)
+        assert KVQuantConfig.preset("balanced").learns == ("centre of K", "tensor scale of V")
+        assert KVQuantConfig(layers={0: {"value_format": "nvfp4+sweep"}}).learns == ("tensor scale of V",)
+        scales = KVScales.of({0: (1.0, 1.0)})
+        assert KVQuantConfig("nvfp4", scales=scales).learns == ()
+        assert KVQuantConfig("nvfp4+centred", scales=scales).learns == ("centre of K", "centre of V")
+
     def test_centres_of_scales(self):
         scale = Scale((0.5,), "fp8_e4m3", ((1.0, 2.0), (3.0, 4.0)))
         scales = KVScales((LayerScales(0, scale, Scale((0.25,))),))

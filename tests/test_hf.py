@@ -459,6 +459,28 @@ class TestScales:
         assert "scales:" not in str(kvpass.report(model))
         assert torch.equal(generate(model, prompt), by_hand(model, prompt, "fp8_e4m3"))
 
+    @pytest.mark.parametrize("config", ["nvfp4", "compact"])
+    def test_what_the_first_tokens_of_a_prompt_give(self, tiny_llama, prompt, config):
+        """Taken anew by each call, into the buffers that the recorded graph reads."""
+        model = tiny_llama()
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight.mul_(2.0**-11)
+        kvpass.enable(model, config)
+        for ids in (prompt, prompt[:, 1:].flip(1), prompt[:, :1]):
+            assert torch.equal(generate(model, ids), by_hand(model, ids, config))
+            scales = [layer.value.scale.max().item() for layer in model._kvpass.spare.layers]
+            assert scales[1] <= scales[0] / 512
+        assert counters["stats"]["unique_graphs"] == 1
+        given = (
+            "tensor scale of K, tensor scale of V"
+            if config == "nvfp4"
+            else ("tensor scale of K, centre of K, tensor scale of V")
+        )
+        assert f"from the first tokens of each prompt: {given}\n" in str(kvpass.report(model))
+        scales = kvpass.KVScales.of({0: (1.0, 1.0), 1: (1.0, 1.0)}, "nvfp4")
+        kvpass.enable(model, kvpass.KVQuantConfig("nvfp4", scales=scales))
+        assert "first tokens" not in str(kvpass.report(model))
+
     def test_static_cache_of_the_callers(self, tiny_llama, prompt):
         """The compiled graph does not know the model, so that -1 reaches it as an index."""
         model = tiny_llama()
