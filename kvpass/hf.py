@@ -1,8 +1,9 @@
 """``enable``, ``disable``, ``report``: the one line for ``generate``.
 
 This is the only module that touches what is private in transformers: the two methods of ``GenerationMixin`` and
-``PreTrainedModel`` that :func:`enable` overrides on one model, a flag of ``CompileConfig``, and the question whether
-``generate`` may look one step late whether to stop (:func:`_defer_stop_check`).
+``PreTrainedModel`` that :func:`enable` overrides on one model, a flag of ``CompileConfig``, how a model says that it is
+split among ranks (:func:`_ranks`), and the question whether ``generate`` may look one step late whether to stop
+(:func:`_defer_stop_check`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _OVERRIDES = ("generate", "init_continuous_batching", "get_compiled_call", "_pre
 AnyQuantizedCache = QuantizedCache | QuantizedEncoderDecoderCache
 # A larger share of a layer's K or V at the end of its range is reported. A calibrated scale leaves far less there.
 _SATURATED = 0.005
+# Projections whose output holds K, fused with others or not.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
@@ -55,10 +58,14 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`. None takes the format and the scales
             that the model's checkpoint declares (:meth:`kvpass.KVQuantConfig.from_pretrained`), or else fp8_e4m3.
 
+    A model that transformers has split among tensor-parallel ranks is enabled on each of them, with the same format;
+    each rank's cache holds its own KV heads, with the scales of those (:meth:`kvpass.KVScales.shard`).
+
     Raises:
         TypeError: ``model`` has no ``generate``, or is the result of ``torch.compile``.
-        ValueError: An unknown format, a head_dim that it cannot hold, or scales of another model.
-        NotImplementedError: A kind of model that is not supported.
+        ValueError: An unknown format, a head_dim that it cannot hold, scales of another model or for another number of
+            ranks, or KV heads that the ranks cannot share.
+        NotImplementedError: A kind of model that is not supported, or one split by layers among ranks.
     """
     config = None if format is None else KVQuantConfig.of(format)
     if isinstance(model, torch._dynamo.OptimizedModule):
@@ -68,14 +75,64 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
         )
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
-    config = config or _declared(model)
+    ranks = _ranks(model)
+    config = _on_this_rank(config or _declared(model), ranks)
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
     _defer_stop_check()
-    vars(model)["_kvpass"] = _State(config, {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)})
+    replaced = {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)}
+    vars(model)["_kvpass"] = _State(config, replaced, ranks=ranks)
     for name in _OVERRIDES:
         setattr(model, name, functools.partial(_call, model, name))
+
+
+class _Ranks(NamedTuple):
+    """How a model is split among tensor-parallel ranks: this one's place, their number, and in how many parts K and V
+    are (1 where every rank has all heads)."""
+
+    rank: int = 0
+    size: int = 1
+    parts: int = 1
+
+
+def _ranks(model: Any) -> _Ranks:
+    """How ``model`` is split.
+
+    Raises:
+        ValueError: The ranks cannot share the KV heads: transformers splits the K projection by rows, so each would
+            get part of a head, and its forward fails.
+        NotImplementedError: Its layers are on different ranks.
+    """
+    mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None) or 1
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
+        raise NotImplementedError(
+            f"the model's layers are split among {mesh['pp'].size()} ranks (pp_size); kvpass supports tensor "
+            "parallelism (tp_size)"
+        )
+    if mesh is None or size == 1:
+        return _Ranks()
+    rank = (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank()
+    plan = (model.tp_plan or {}).items()
+    if not any(name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan):
+        return _Ranks(rank, size)
+    text = model.config.get_text_config(decoder=True)
+    for layer in getattr(text, "per_layer_config", None) or [text]:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        if heads % size:
+            raise ValueError(
+                f"the model has {heads} KV heads, which {size} tensor-parallel ranks cannot share: each would get part "
+                f"of a head. Run it on a number of ranks that divides {heads}"
+            )
+    return _Ranks(rank, size, size)
+
+
+def _on_this_rank(config: KVQuantConfig, ranks: _Ranks) -> KVQuantConfig:
+    """``config`` with the scales of the heads that this rank has. Those that are a rank's part already are left."""
+    scales = config.scales
+    if scales is None or (scales.tp_size == ranks.parts and not scales.ranks):
+        return config
+    return dataclasses.replace(config, scales=scales.shard(ranks.rank if ranks.parts > 1 else 0, ranks.parts))
 
 
 def _new_cache(model: Any, config: KVQuantConfig, max_cache_len: int) -> AnyQuantizedCache:
@@ -120,6 +177,8 @@ def report(model: nn.Module) -> ModelReport:
         cross_bytes=state.cross_bytes if state else 0,
         eager_reads=state.eager_reads if state else 0,
         saturation=tuple(state.spare.saturation()) if state and state.spare else (),
+        tp_rank=state.ranks.rank if state else 0,
+        tp_size=state.ranks.size if state else 1,
     )
 
 
@@ -135,6 +194,7 @@ class ModelReport:
         eager_reads: How often the last ``generate`` read a layer's decoded cache outside a compiled graph.
         saturation: Of the cache of the last ``generate``: see :meth:`kvpass.QuantizedCache.saturation`. Empty where
             there is none, or its caller has it.
+        tp_rank, tp_size: This process's tensor-parallel rank and how many there are; what else is here is this rank's.
     """
 
     config: KVQuantConfig | None
@@ -144,6 +204,8 @@ class ModelReport:
     cross_bytes: int = 0
     eager_reads: int = 0
     saturation: tuple[tuple[float, float], ...] = ()
+    tp_rank: int = 0
+    tp_size: int = 1
 
     @property
     def fused(self) -> int:
@@ -152,6 +214,8 @@ class ModelReport:
 
     def __str__(self) -> str:
         lines = [f"kvpass: enabled with {self.config}" if self.config else "kvpass: not enabled"]
+        if self.tp_size > 1:
+            lines.append(f"tensor-parallel rank {self.tp_rank} of {self.tp_size}: what follows is this rank's")
         if self.config and self.config.scales:
             lines.append(f"scales: {self.config.scales}")
         if self.config and self.config.learns:
@@ -198,9 +262,10 @@ class _State:
     cache_slots: int = 0
     cross_bytes: int = 0
     eager_reads: int = 0
+    ranks: _Ranks = _Ranks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return _State(self.config)  # a copied model has its own cache and its own graphs
+        return _State(self.config, ranks=self.ranks)  # a copied model has its own cache and its own graphs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _State, (self.config,)

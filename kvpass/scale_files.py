@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -167,8 +167,8 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def from_sglang(values: Mapping[str, Any], source: str, tp_rank: int, tp_size: int | None) -> ModelScales:
-    """Read one rank of SGLang's schema; ``ValueError`` names file, rank, layer and value."""
+def from_sglang(values: Mapping[str, Any], source: str) -> list[ModelScales]:
+    """Read SGLang's schema, rank by rank; ``ValueError`` names file, rank, layer and value."""
     _check_keys(values, ["model_type", "kv_cache"], source)
     cache = _mapping(values["kv_cache"], f"{source}: 'kv_cache'")
     _check_keys(cache, ["dtype", "scaling_factor"], f"{source}: 'kv_cache'")
@@ -181,26 +181,33 @@ def from_sglang(values: Mapping[str, Any], source: str, tp_rank: int, tp_size: i
     }
     if sorted(ranks) != list(range(len(ranks))) or not ranks:
         raise ValueError(f"{source} has scales for ranks {sorted(ranks)}; they must count from 0 without a gap")
-    if len(ranks) != (tp_size or 1):
-        raise ValueError(
-            f"{source} has scales for {len(ranks)} tensor-parallel ranks, and the model runs on {tp_size or 1}; "
-            f"KVScales.from_json(path, tp_rank=..., tp_size={len(ranks)}) reads one rank's"
-        )
     if len({frozenset(layers) for layers in ranks.values()}) != 1:
         raise ValueError(f"{source}: the ranks do not have scales for the same layers")
-    if tp_rank not in ranks:
-        raise ValueError(f"{source} has no rank {tp_rank}; it has {ranges(ranks)}")
-    factor, found = FNUZ_FACTOR if dtype.endswith("fnuz") else 1.0, {}
-    for name, number in ranks[tp_rank].items():
-        where = f"{source}: layer {name} of rank {tp_rank}"
-        if not _is_number(number):
-            _fail(where, f"scale is {number!r}; it must be a number")
-        try:
-            scale = Scale((float(number) * factor,), _DTYPES[dtype])
-        except ValueError as error:
-            _fail(where, str(error))
-        found[_index(name, where)] = (scale, scale)
-    return ModelScales(found, values.get("model_type"), len(ranks))
+    factor = FNUZ_FACTOR if dtype.endswith("fnuz") else 1.0
+    made = []
+    for rank in sorted(ranks):
+        found = {}
+        for name, number in ranks[rank].items():
+            where = f"{source}: layer {name} of rank {rank}"
+            if not _is_number(number):
+                _fail(where, f"scale is {number!r}; it must be a number")
+            try:
+                scale = Scale((float(number) * factor,), _DTYPES[dtype])
+            except ValueError as error:
+                _fail(where, str(error))
+            found[_index(name, where)] = (scale, scale)
+        made.append(ModelScales(found, values.get("model_type"), len(ranks)))
+    return made
+
+
+def to_sglang(ranks: Sequence[Mapping[int, Scale]], model_type: str | None) -> dict[str, Any]:
+    """Data in SGLang's schema: for each rank the scale of each layer. What cannot be expressed is not checked here."""
+    factors = {
+        str(rank): {str(index): scale.scale[0] for index, scale in layers.items()} for rank, layers in enumerate(ranks)
+    }
+    dtype = next(name for name, fmt in _DTYPES.items() if fmt == next(iter(ranks[0].values())).format)
+    head: dict[str, Any] = {"model_type": model_type} if model_type else {}
+    return head | {"kv_cache": {"dtype": dtype, "scaling_factor": factors}}
 
 
 def from_checkpoint(checkpoint: Checkpoint) -> ModelScales:

@@ -31,6 +31,7 @@ from kvpass.scale_files import (
     from_sglang,
     ranges,
     read_json,
+    to_sglang,
     write_whole,
 )
 
@@ -69,9 +70,12 @@ class KVScales:
     Attributes:
         layers: In ascending order of their index.
         model_type: ``model_type`` of the model's config, if known; a model of another type is refused then.
-        tp_size: In how many parts the KV heads were split among tensor-parallel ranks; these scales are one part's.
+        tp_size: In how many parts the KV heads were split among tensor-parallel ranks; these scales are one part's, or,
+            with ``ranks``, all parts'.
         source: File or folder it came from, for messages.
         notes: How the scales were found, as pairs of name and value.
+        ranks: The layers of each rank, from a file that has scales for several, before :meth:`shard` takes one's
+            (:func:`kvpass.enable` does); ``layers`` are the first one's. Empty otherwise.
     """
 
     layers: tuple[LayerScales, ...]
@@ -79,6 +83,7 @@ class KVScales:
     tp_size: int = 1
     source: str = field(default="scales", compare=False)
     notes: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+    ranks: tuple[tuple[LayerScales, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(sorted(self.layers, key=lambda layer: layer.index)))
@@ -103,6 +108,7 @@ class KVScales:
             path: The file.
             tp_rank, tp_size: This process's place among tensor-parallel ranks. SGLang's schema has scales per rank,
                 and must have as many ranks as the model runs on; ours has all heads, of which this rank's are taken.
+                Left out, they are those of all ranks, and :func:`kvpass.enable` takes this one's.
 
         Raises:
             ValueError: The file is not valid, or not for this many ranks. It names file, layer and value.
@@ -116,7 +122,11 @@ class KVScales:
     ) -> KVScales:
         """What :meth:`from_json` does, from the data of such a file. ``source`` is what messages call it."""
         if isinstance(values, Mapping) and "kv_cache" in values:
-            return cls._made(from_sglang(values, source, tp_rank, tp_size), source)
+            parts = [cls._made(part, source) for part in from_sglang(values, source)]
+            if len(parts) == 1 and tp_size in (None, 1):
+                return parts[0]
+            every = replace(parts[0], tp_size=len(parts), ranks=tuple(part.layers for part in parts))
+            return every if tp_size is None else every.shard(tp_rank, tp_size)
         if not isinstance(values, Mapping) or "kvpass_scales" not in values:
             raise ValueError(
                 f"{source} holds no KV scales: expected a mapping with 'kvpass_scales' (kvpass's own schema) or "
@@ -152,7 +162,10 @@ class KVScales:
         return schema
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data in our own schema; :meth:`from_dict` gives back equal scales, bit for bit."""
+        """Plain data in our own schema (in SGLang's while there are ``ranks``); :meth:`from_dict` gives back equal
+        scales, bit for bit."""
+        if self.ranks:
+            return to_sglang([{i.index: i.key for i in layers} for layers in self.ranks], self.model_type)
         head: dict[str, Any] = {"kvpass_scales": VERSION}
         if self.model_type:
             head["model_type"] = self.model_type
@@ -179,7 +192,7 @@ class KVScales:
         """
         if schema not in ("kvpass", "sglang"):
             raise ValueError(unknown_name("schema", schema, ["kvpass", "sglang"]))
-        values = self.to_dict() if schema == "kvpass" else self._to_sglang(tp_size)
+        values = self.to_dict() if schema == "kvpass" or self.ranks else self._to_sglang(tp_size)
         write_whole(Path(path), json.dumps(values, indent=1) + "\n")
 
     def to_checkpoint(self, source: str | Path, target: str | Path, *, layout: str | None = None) -> None:
@@ -229,6 +242,11 @@ class KVScales:
             kv_heads: KV heads of the whole model; None where unknown or not the same in each layer.
             model_types: ``model_type`` of the model's config, and of the language model in it.
         """
+        if self.ranks:
+            raise ValueError(
+                f"{self.source} has scales for {len(self.ranks)} tensor-parallel ranks, and the model runs on 1; "
+                f"KVScales.shard(tp_rank, {len(self.ranks)}) takes one rank's"
+            )
         if self.model_type and model_types and self.model_type not in model_types:
             raise ValueError(f"{self.source} holds scales for a {self.model_type} model; this is a {min(model_types)}")
         if missing := sorted(set(layers) - set(self.indexes)):
@@ -254,9 +272,21 @@ class KVScales:
 
     def shard(self, tp_rank: int, tp_size: int) -> KVScales:
         """Those of rank ``tp_rank`` of ``tp_size``, each of which has an equal run of the KV heads (or, where there
-        are more ranks than heads, one head, shared with its neighbours)."""
+        are more ranks than heads, one head, shared with its neighbours).
+
+        Raises:
+            ValueError: No such rank, heads that the ranks cannot share, scales per rank of another number of ranks, or
+                one rank's part already.
+        """
         if not 0 <= tp_rank < tp_size:
             raise ValueError(f"tp_rank is {tp_rank} of {tp_size}; ranks count from 0")
+        if self.ranks:
+            if len(self.ranks) != tp_size:
+                raise ValueError(
+                    f"{self.source} has scales for {len(self.ranks)} tensor-parallel ranks, and the model runs on "
+                    f"{tp_size}"
+                )
+            return replace(self, layers=self.ranks[tp_rank], ranks=())
         if self.tp_size != 1:
             raise ValueError(f"{self.source} is one rank's part of {self.tp_size} already")
 
@@ -304,10 +334,7 @@ class KVScales:
                     f"SGLang's schema holds one scale per layer; layer {layer.index} has {layer.key.scale} for K and "
                     f"{layer.value.scale} for V: write scales.shared(), or schema='kvpass'"
                 )
-        factors = {str(layer.index): layer.key.scale[0] for layer in self.layers}
-        head: dict[str, Any] = {"model_type": self.model_type} if self.model_type else {}
-        by_rank = {str(rank): factors for rank in range(tp_size)}
-        return head | {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": by_rank}}
+        return to_sglang([{layer.index: layer.key for layer in self.layers}] * tp_size, self.model_type)
 
     def __str__(self) -> str:
         lines = []

@@ -148,7 +148,6 @@ class TestSGLangSchema:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            (sglang([[1.0], [1.0]]), "scales for 2 tensor-parallel ranks, and the model runs on 1; .*tp_size=2"),
             (sglang([[1.0]], dtype="int8"), "unknown dtype 'int8'; known: float8_e4m3fn"),
             (sglang([[1.0, float("nan")]]), "layer 1 of rank 0: scale is nan"),
             (sglang([[1.0, 0.0]]), "layer 1 of rank 0: scale is 0.0"),
@@ -163,6 +162,18 @@ class TestSGLangSchema:
         with pytest.raises(ValueError, match=message) as caught:
             KVScales.from_json(path)
         assert str(path) in str(caught.value)
+
+    def test_of_all_ranks_until_one_is_taken(self):
+        values = sglang([[0.1, 0.2], [1.1, 1.2]])
+        every = KVScales.from_dict(values, "kv.json")
+        assert [every.shard(rank, 2) for rank in range(2)] == [
+            KVScales.from_dict(values, tp_rank=rank, tp_size=2) for rank in range(2)
+        ]
+        assert KVScales.from_dict(every.to_dict()) == every
+        with pytest.raises(ValueError, match="scales for 2 tensor-parallel ranks, and the model runs on 1; .*shard"):
+            every.check([0, 1])
+        with pytest.raises(ValueError, match="scales for 2 tensor-parallel ranks, and the model runs on 4"):
+            KVScales.from_dict(values, tp_size=4)
 
     def test_ranks_with_different_layers(self):
         values = sglang([[1.0, 1.0], [1.0]])

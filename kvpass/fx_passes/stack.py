@@ -6,6 +6,9 @@ needs to spread a small one over a GPU. One larger product does it in one go.
 The weights must lie behind each other for that. :class:`Stacked` moves them into one tensor when a graph first runs,
 and makes the parameters views of it: no second copy, and what is written into a parameter afterwards is seen. A
 parameter that was given another storage since (``.data = ...``, ``.to(...)``) is moved again before the next run.
+
+Of a parameter that is sharded among tensor-parallel ranks (a DTensor, which the graph takes through ``to_local``) it is
+this rank's part that moves (:func:`local`).
 """
 
 from __future__ import annotations
@@ -48,9 +51,9 @@ class Stacked:
     def of(self, args: Sequence[Any]) -> Tensor:
         """The tensor for these inputs."""
         parameters = [args[position] for position in self.positions]
-        if self._tensor is None or [p.data_ptr() for p in parameters] != self._addresses:
+        if self._tensor is None or [local(p).data_ptr() for p in parameters] != self._addresses:
             self._tensor = stack(parameters)
-            self._addresses = [p.data_ptr() for p in parameters]
+            self._addresses = [local(p).data_ptr() for p in parameters]
         return self._tensor
 
     def forget(self, storages: Collection[int]) -> None:
@@ -60,7 +63,7 @@ class Stacked:
 
     def example(self, args: Sequence[Any]) -> Tensor:
         """An empty tensor of the same shape, dtype and device; nothing is moved."""
-        parameters = [args[position] for position in self.positions]
+        parameters = [local(args[position]) for position in self.positions]
         first, rows = parameters[0], sum(parameter.shape[0] for parameter in parameters)
         return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
 
@@ -68,28 +71,34 @@ class Stacked:
 _known: weakref.WeakSet[Stacked] = weakref.WeakSet()
 
 
+def local(parameter: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, itself and no copy; of any other parameter all there is."""
+    part: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return part
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def stack(parameters: Sequence[Tensor]) -> Tensor:
     """``torch.cat(parameters)``, of which the parameters become views, unless they are views of such a tensor."""
-    first, end = parameters[0], parameters[0].data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != end or parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+    parts = [local(parameter) for parameter in parameters]
+    first, end, rows = parts[0], parts[0].data_ptr(), [part.shape[0] for part in parts]
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             break
-        end += parameter.nbytes
+        end += part.nbytes
     else:
-        rows = sum(parameter.shape[0] for parameter in parameters)
-        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-    whole = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
-        parameter.data = part
+        return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([part.detach() for part in parts])
+    for parameter, part, moved in zip(parameters, parts, whole.split(rows), strict=True):
+        part.data = moved
         _stacked[parameter] = True
     return whole
 
 
 def unstack(parameters: Sequence[Tensor]) -> None:
     """Give those of ``parameters`` that :func:`stack` moved a storage of their own again."""
-    moved = [parameter for parameter in parameters if _stacked.pop(parameter, False)]
+    moved = [local(parameter) for parameter in parameters if _stacked.pop(parameter, False)]
     storages = {parameter.untyped_storage().data_ptr() for parameter in moved}
     for parameter in moved:
         parameter.data = parameter.data.clone()
@@ -122,8 +131,9 @@ def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: 
         inputs = []
         for parameters in zip(*(linear.args[1:] for linear in linears), strict=True):
             if parameters[0] is not None:
-                node = static_placeholder(graph, parameters[0], "stacked")
-                origin[node] = Stacked([origin.pop(parameter).position for parameter in parameters])
+                held = [_placeholder(parameter) for parameter in parameters]
+                node = static_placeholder(graph, held[0], "stacked")
+                origin[node] = Stacked([origin.pop(parameter).position for parameter in held])
                 inputs.append(node)
         with graph.inserting_before(linears[0]):
             product = graph.call_function(LINEAR, (linears[0].args[0], *inputs))
@@ -137,7 +147,16 @@ def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: 
             graph.erase_node(linear)
             for parameter in parameters:
                 if isinstance(parameter, fx.Node):
+                    held = _placeholder(parameter)
                     graph.erase_node(parameter)
+                    if held is not parameter:
+                        graph.erase_node(held)
+
+
+def _placeholder(node: fx.Node) -> fx.Node:
+    """The input that a weight or bias is: itself, or what it is the ``to_local`` of."""
+    is_local = node.target == "to_local" or getattr(node.target, "__name__", "") == "prim_to_local"
+    return node.args[0] if is_local and isinstance(node.args[0], fx.Node) else node
 
 
 def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
@@ -146,17 +165,25 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
         return None
     x, weight, bias = (*node.args, None)[:3]
     for parameter in (weight, bias) if bias is not None else (weight,):
-        value = values.get(parameter)  # type: ignore[arg-type]
-        if type(value) is not nn.Parameter or not value.is_contiguous() or not value.is_floating_point():
+        if not isinstance(parameter, fx.Node):
             return None
-        if value.untyped_storage().nbytes() != value.nbytes and value not in _stacked:
+        held = _placeholder(parameter)
+        value = values.get(held)
+        if not (type(value) is nn.Parameter or hasattr(value, "_local_tensor")):
+            return None
+        part = local(value)
+        if not part.is_contiguous() or not part.is_floating_point():
+            return None
+        if part.untyped_storage().nbytes() != part.nbytes and value not in _stacked:
             return None  # it is part of something else's memory, which must go on seeing what is written to it
-        if len(parameter.users) != 1:  # type: ignore[union-attr]
+        if len(parameter.users) != 1 or len(held.users) != 1:
             return None
+        if (held is parameter) != (part is value):
+            return None  # a linear layer of a DTensor, which is not computed on this rank's part alone
     if not isinstance(x, fx.Node) or _is_changed(x):
         return None
-    value = values[weight]  # type: ignore[index]
-    return x, bias is None, value.dtype, value.device, value.shape[1]
+    part = local(values[_placeholder(weight)])  # type: ignore[arg-type]
+    return x, bias is None, part.dtype, part.device, part.shape[1]
 
 
 def _is_changed(x: fx.Node) -> bool:
