@@ -8,7 +8,7 @@ import tensor_parallel as tp
 import torch
 
 import kvpass
-from kvpass import hf
+from kvpass.devices import ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,11 @@ class Mesh:
 
 def test_how_a_model_is_split(tiny_llama):
     model = tiny_llama()
-    assert hf._ranks(model) == (0, 1, 1)
+    assert ranks_of(model) == (0, 1, 1)
     model._tp_size, model._device_mesh = 2, Mesh(pp=1, fsdp=1, tp=2)
-    assert hf._ranks(model) == (1, 2, 2)
+    assert ranks_of(model) == (1, 2, 2)
     model._tp_plan = {name: "colwise_gather_output" for name in model.tp_plan}  # every rank has all heads
-    assert hf._ranks(model) == (1, 2, 1)
+    assert ranks_of(model) == (1, 2, 1)
     model._device_mesh = Mesh(pp=2, tp=2)
     with pytest.raises(NotImplementedError, match="layers are split among 2 ranks"):
         kvpass.enable(model, "bf16")
