@@ -136,7 +136,7 @@ class Substitutes:
 
 
 def substitutes(model: Any, known: Substitutes | None) -> Substitutes:
-    """What ``model`` is to compute with while it generates: ``known``, unless the model was dispatched or split anew."""
+    """What ``model`` is to compute with while it generates: ``known``, unless it was dispatched or split anew."""
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     sharded = _sharded_linears(model)
     made_for = [*(module._hf_hook for module in hooked), *(module.weight for module, _ in sharded)]

@@ -245,7 +245,7 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
         arguments["prefill_chunk_size"] = options.prefill_chunk
     arguments |= {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     counters.clear()
-    with fresh_cache(), _counted_recordings() as recordings:  # every variant compiles from nothing
+    with fresh_cache(), counted_recordings() as recordings:  # every variant compiles from nothing
         _, tokens = _generate(model, prompt, arguments, device)
         first_seconds = time.perf_counter() - begin
         graphs, recorded = counters["stats"]["unique_graphs"], len(recordings)
@@ -281,7 +281,8 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
         row |= _checked(model, tokens_again, clock)
     elif name == "static":
         slots = prompt.shape[1] + options.new_tokens
-        row |= {"cache_bytes": _bf16_bytes(model, slots, len(prompt)), "slots": slots}
+        nbytes = _bf16_bytes(model, slots, len(prompt)) * DTYPES[options.dtype].itemsize // 2
+        row |= {"cache_bytes": nbytes, "slots": slots}
     return row
 
 
@@ -319,7 +320,7 @@ def _checked(model: PreTrainedModel, tokens: Tensor, clock: Clock) -> Row:
 
 
 @contextlib.contextmanager
-def _counted_recordings() -> Iterator[list[None]]:
+def counted_recordings() -> Iterator[list[None]]:
     """The CUDA graphs that Inductor records meanwhile, one entry each."""
     from torch._inductor import cudagraph_trees
 
