@@ -61,7 +61,8 @@ def kvquant(
     sites = [match for match in matches if isinstance(match, Site)]
     uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes) or bool(sites)
     stacks = find_stacks(gm.graph, example_inputs) if uses_cache and config.stack_linears else []
-    report = describe(gm.graph, matches, config, stacks)
+    devices = tuple(sorted({str(x.device) for x in example_inputs if isinstance(x, Tensor) and x.is_cuda}))
+    report = describe(gm.graph, matches, config, stacks, devices)
     _remember(report, example_inputs)
     _complain(report, config.strict)
 
@@ -74,8 +75,9 @@ def kvquant(
     if uses_cache and torch.is_grad_enabled():
         _disable_gradients(gm)
     first_use = any(not isinstance(example_inputs[pair.key], ReleasedBuffer) for pair in pairs)
-    if first_use or born:
-        # This graph runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
+    if first_use or born or len(devices) > 1:
+        # A graph that runs once per cache: recording a CUDA graph would be wasted, and would own the cache's memory.
+        # And torch records CUDA graphs of one device.
         patches["triton.cudagraphs"] = False
     with torch.no_grad() if uses_cache else nullcontext():
         compiled = _inductor(gm, _example_inputs(inputs, pairs, example_inputs), mode, patches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -279,6 +280,9 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     from kvpass.bench import generate
     from kvpass.bench.record import Output
 
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    if ranks > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = _device(arguments.device)
     on_gpu = device.type == "cuda"
     options = generate.Options.parse(
@@ -290,8 +294,13 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
         arguments.prefill_chunk,
         arguments.dtype,
         device,
+        ranks,
     )
-    return generate.run(options, Output.choose("generate", arguments.record, arguments.out, arguments.json))
+    try:
+        return generate.run(options, Output.choose("generate", arguments.record, arguments.out, arguments.json))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _add_bench_capacity(subparsers: Subparsers) -> None:

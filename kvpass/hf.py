@@ -1,9 +1,9 @@
 """``enable``, ``disable``, ``report``: the one line for ``generate``.
 
-This is the only module that touches what is private in transformers: the two methods of ``GenerationMixin`` and
-``PreTrainedModel`` that :func:`enable` overrides on one model, a flag of ``CompileConfig``, how a model says that it is
-split among ranks (:func:`_ranks`), and the question whether ``generate`` may look one step late whether to stop
-(:func:`_defer_stop_check`).
+Here is what is private in transformers: the two methods of ``GenerationMixin`` and
+``PreTrainedModel`` that :func:`enable` overrides on one model, a flag of ``CompileConfig``, and the question whether
+``generate`` may look one step late whether to stop (:func:`_defer_stop_check`). How a model is spread over several
+devices is :mod:`kvpass.devices`' part.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvpass.backend import NotFusedError, forget_reports, reports_for
 from kvpass.cache import QuantizedCache, check_attention, layers_of_transformers
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
+from kvpass.devices import Ranks, Substitutes, offloaded, on_this_rank, ranks_of, substitutes
 from kvpass.encoder_decoder import QuantizedEncoderDecoderCache
 from kvpass.fx_passes.report import GraphReport
 from kvpass.fx_passes.stack import unstack
@@ -46,8 +47,6 @@ _OVERRIDES = ("generate", "init_continuous_batching", "get_compiled_call", "_pre
 AnyQuantizedCache = QuantizedCache | QuantizedEncoderDecoderCache
 # A larger share of a layer's K or V at the end of its range is reported. A calibrated scale leaves far less there.
 _SATURATED = 0.005
-# Projections whose output holds K, fused with others or not.
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
@@ -75,8 +74,8 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
         )
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
-    ranks = _ranks(model)
-    config = _on_this_rank(config or _declared(model), ranks)
+    ranks = ranks_of(model)
+    config = on_this_rank(config or _declared(model), ranks)
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
     disable(model)
@@ -85,54 +84,6 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     vars(model)["_kvpass"] = _State(config, replaced, ranks=ranks)
     for name in _OVERRIDES:
         setattr(model, name, functools.partial(_call, model, name))
-
-
-class _Ranks(NamedTuple):
-    """How a model is split among tensor-parallel ranks: this one's place, their number, and in how many parts K and V
-    are (1 where every rank has all heads)."""
-
-    rank: int = 0
-    size: int = 1
-    parts: int = 1
-
-
-def _ranks(model: Any) -> _Ranks:
-    """How ``model`` is split.
-
-    Raises:
-        ValueError: The ranks cannot share the KV heads: transformers splits the K projection by rows, so each would
-            get part of a head, and its forward fails.
-        NotImplementedError: Its layers are on different ranks.
-    """
-    mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None) or 1
-    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
-        raise NotImplementedError(
-            f"the model's layers are split among {mesh['pp'].size()} ranks (pp_size); kvpass supports tensor "
-            "parallelism (tp_size)"
-        )
-    if mesh is None or size == 1:
-        return _Ranks()
-    rank = (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank()
-    plan = (model.tp_plan or {}).items()
-    if not any(name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan):
-        return _Ranks(rank, size)
-    text = model.config.get_text_config(decoder=True)
-    for layer in getattr(text, "per_layer_config", None) or [text]:
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        if heads % size:
-            raise ValueError(
-                f"the model has {heads} KV heads, which {size} tensor-parallel ranks cannot share: each would get part "
-                f"of a head. Run it on a number of ranks that divides {heads}"
-            )
-    return _Ranks(rank, size, size)
-
-
-def _on_this_rank(config: KVQuantConfig, ranks: _Ranks) -> KVQuantConfig:
-    """``config`` with the scales of the heads that this rank has. Those that are a rank's part already are left."""
-    scales = config.scales
-    if scales is None or (scales.tp_size == ranks.parts and not scales.ranks):
-        return config
-    return dataclasses.replace(config, scales=scales.shard(ranks.rank if ranks.parts > 1 else 0, ranks.parts))
 
 
 def _new_cache(model: Any, config: KVQuantConfig, max_cache_len: int) -> AnyQuantizedCache:
@@ -157,11 +108,14 @@ def _declared(model: Any) -> KVQuantConfig:
 
 def disable(model: nn.Module) -> None:
     """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled."""
+    unstack(list(model.parameters()))
     if state := vars(model).pop("_kvpass", None):
         for name in _OVERRIDES:
             delattr(model, name)
         vars(model).update(state.replaced)
-    unstack(list(model.parameters()))
+        if state.substitutes is not None:
+            unstack(state.substitutes.parameters)
+            state.substitutes.dissolve()
     forget_reports(list(model.parameters()))
 
 
@@ -179,6 +133,7 @@ def report(model: nn.Module) -> ModelReport:
         saturation=tuple(state.spare.saturation()) if state and state.spare else (),
         tp_rank=state.ranks.rank if state else 0,
         tp_size=state.ranks.size if state else 1,
+        offloaded=offloaded(plain) if state else None,
     )
 
 
@@ -195,6 +150,7 @@ class ModelReport:
         saturation: Of the cache of the last ``generate``: see :meth:`kvpass.QuantizedCache.saturation`. Empty where
             there is none, or its caller has it.
         tp_rank, tp_size: This process's tensor-parallel rank and how many there are; what else is here is this rank's.
+        offloaded: Where parts of the model are kept besides its devices (``hf_device_map``); None where there are none.
     """
 
     config: KVQuantConfig | None
@@ -206,6 +162,7 @@ class ModelReport:
     saturation: tuple[tuple[float, float], ...] = ()
     tp_rank: int = 0
     tp_size: int = 1
+    offloaded: str | None = None
 
     @property
     def fused(self) -> int:
@@ -232,6 +189,11 @@ class ModelReport:
             lines.append(f"cache: {self.cache_bytes:,} bytes for {self.cache_slots:,} tokens, {per_token:,.0f} each")
         if self.cross_bytes:
             lines.append(f"cross attention: {self.cross_bytes:,} bytes")
+        if self.offloaded:
+            lines.append(
+                f"hf_device_map has parts of the model on {self.offloaded}: transformers does not compile it then, and "
+                "attention is not fused"
+            )
         if self.eager_reads:
             lines.append(
                 f"the last generate read a layer's cache {self.eager_reads:,} times outside a compiled graph: decoded "
@@ -262,7 +224,8 @@ class _State:
     cache_slots: int = 0
     cross_bytes: int = 0
     eager_reads: int = 0
-    ranks: _Ranks = _Ranks()
+    ranks: Ranks = Ranks()
+    substitutes: Substitutes | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State(self.config, ranks=self.ranks)  # a copied model has its own cache and its own graphs
@@ -275,7 +238,7 @@ class _State:
         its addresses, and what was compiled and recorded for them, are used again."""
         cache, self.spare = self.spare, None
         if cache is not None and cache.batch_size == batch_size and cache.max_cache_len >= slots:
-            if cache.device == model.device:
+            if cache.device == model.device or getattr(model, "hf_device_map", None):
                 cache.reset()
                 return cache
         del cache  # its memory is free before the new one is allocated
@@ -342,10 +305,12 @@ def _defer_stop_check() -> None:
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _State = self._kvpass
     state.cache_bytes = state.cache_slots = state.cross_bytes = state.eager_reads = 0
+    state.substitutes = substitutes(self, state.substitutes)
     used: list[_Use] = []
     token = _used.set(used)
     try:
-        result = _original(self, "generate")(*args, **kwargs)
+        with state.substitutes.in_place():
+            result = _original(self, "generate")(*args, **kwargs)
     finally:
         _used.reset(token)
         for cache, _, is_ours, _ in used:
@@ -379,8 +344,12 @@ def _prepare_cache_for_generation(
     """
     config: KVQuantConfig = self._kvpass.config
     check_attention(self.config.get_text_config(decoder=True))
-    if config.strict and (generation_config.num_beams > 1 or generation_config.disable_compile):
-        what = "beam search" if generation_config.num_beams > 1 else "disable_compile=True"
+    uncompiled = {
+        "beam search": generation_config.num_beams > 1,
+        "disable_compile=True": generation_config.disable_compile,
+        f"parts of the model on {offloaded(self)} (hf_device_map)": offloaded(self),
+    }
+    if config.strict and (what := next((what for what, is_so in uncompiled.items() if is_so), None)):
         raise NotFusedError(f"transformers does not compile decoding with {what}; strict=True asks for fused attention")
     if getattr(generation_config, "is_assistant", False):
         raise NotImplementedError(

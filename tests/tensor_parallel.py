@@ -1,7 +1,7 @@
 """What each rank does in the tests of tensor parallelism, and what is compared.
 
 ``torchrun --nproc-per-node 2 tests/tensor_parallel.py FOLDER`` loads the checkpoints that :func:`save_models` put into
-FOLDER, split among the ranks, and writes what came out to ``FOLDER/rank<rank>.pt``. Without ranks the same is run whole.
+FOLDER, split among the ranks, and writes what came out to ``FOLDER/rank<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import kvpass
+from kvpass.bench.generate import counted_recordings
 from kvpass.fx_passes.stack import local
 
 RANKS = 2
@@ -79,12 +80,17 @@ def generate(model: Any, **arguments: Any) -> dict[str, Any]:
     return {"tokens": out.sequences.cpu(), "logits": torch.stack(out.logits, 1).float().cpu(), "cache": out}
 
 
-def run(name: str, folder: Path, dtype: torch.dtype, device: str, ranks: int, calls: int = 2) -> dict[str, Any]:
+def run(name: str, folder: Path, dtype: torch.dtype, device: str, ranks: int) -> dict[str, Any]:
     """A format on its model: what it computes, and how."""
     torch._dynamo.reset()
     counters.clear()
     model = load(folder / f"kv{CASES[name]}", dtype, device, ranks)
     plain = generate(model)["tokens"]
+    with counted_recordings() as recordings:
+        return _run(name, folder, model, plain, recordings)
+
+
+def _run(name: str, folder: Path, model: Any, plain: torch.Tensor, recordings: list[None]) -> dict[str, Any]:
     kvpass.enable(model, config_of(name, folder))
     begin = time.perf_counter()
     result = generate(model)
@@ -104,8 +110,10 @@ def run(name: str, folder: Path, dtype: torch.dtype, device: str, ranks: int, ca
     del keys
     # of `generate` without the dictionary, which keeps its cache for the next call
     model.generate(prompt_of(model.device), max_new_tokens=NEW_TOKENS, **GREEDY)
+    result["recordings"] = [len(recordings)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         again = model.generate(prompt_of(model.device), max_new_tokens=NEW_TOKENS, **GREEDY)
+    result["recordings"].append(len(recordings))
     result["same_again"] = torch.equal(again.cpu(), result["tokens"])
     result["skips"] = counters["inductor"]["cudagraph_skips"]
     kvpass.disable(model)
@@ -128,6 +136,14 @@ def scales_on_a_rank(folder: Path, dtype: torch.dtype, device: str, ranks: int) 
         cache = generate(model, max_new_tokens=2, disable_compile=True)["cache"].past_key_values
         found[source] = [layer.key.scale.cpu() for layer in cache.layers]
     return found
+
+
+def scales_of_rank(rank: int) -> dict[str, torch.Tensor]:
+    """What :func:`scales_on_a_rank` must find: ``[layers, kv_heads]``."""
+    heads = torch.tensor(HEAD_SCALES[0][2 * rank : 2 * rank + 2])
+    heads = torch.stack([heads / (layer + 1) for layer in range(2)])
+    of_file = torch.tensor([RANK_SCALES[rank][str(layer)] for layer in range(2)])
+    return {"ranks.json": of_file[:, None].expand(2, 2), "heads.json": heads, "checkpoint": heads}
 
 
 def refusal(folder: Path, dtype: torch.dtype, device: str, ranks: int) -> str:

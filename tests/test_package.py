@@ -23,7 +23,7 @@ LAYERS = (
     ("kernels",),
     ("ops",),
     ("cache", "encoder_decoder", "static_cache", "fx_passes"),
-    ("backend", "calibrate"),
+    ("backend", "calibrate", "devices"),
     ("hf", "accuracy", "bench"),
     ("kvpass",),
     ("cli", "__main__"),

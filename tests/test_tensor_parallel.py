@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import tensor_parallel as tp
 import torch
+from torch._dynamo.utils import counters
 
 import kvpass
-from kvpass import hf
+from kvpass import devices
+from kvpass.devices import ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,9 @@ def test_sharded_weights_are_stacked_and_put_back(ranks, name):
 
 def test_scales_reach_their_rank(ranks):
     for rank, found in enumerate(ranks):
-        of_file = [torch.tensor(tp.RANK_SCALES[rank][str(layer)]).expand(2) for layer in range(2)]
-        of_heads = [torch.tensor(tp.HEAD_SCALES[0][2 * rank : 2 * rank + 2]) / (layer + 1) for layer in range(2)]
-        for source, expected in (("ranks.json", of_file), ("heads.json", of_heads), ("checkpoint", of_heads)):
-            for scale, right in zip(found["scales"][source], expected, strict=True):
-                torch.testing.assert_close(scale, right, msg=lambda text, at=(rank, source): f"{at}: {text}")
+        for source, expected in tp.scales_of_rank(rank).items():
+            print(rank, source, found["scales"][source])
+            torch.testing.assert_close(torch.stack(found["scales"][source]), expected)
 
 
 def test_half_a_head_is_refused(ranks):
@@ -78,11 +78,11 @@ class Mesh:
 
 def test_how_a_model_is_split(tiny_llama):
     model = tiny_llama()
-    assert hf._ranks(model) == (0, 1, 1)
+    assert ranks_of(model) == (0, 1, 1)
     model._tp_size, model._device_mesh = 2, Mesh(pp=1, fsdp=1, tp=2)
-    assert hf._ranks(model) == (1, 2, 2)
+    assert ranks_of(model) == (1, 2, 2)
     model._tp_plan = {name: "colwise_gather_output" for name in model.tp_plan}  # every rank has all heads
-    assert hf._ranks(model) == (1, 2, 1)
+    assert ranks_of(model) == (1, 2, 1)
     model._device_mesh = Mesh(pp=2, tp=2)
     with pytest.raises(NotImplementedError, match="layers are split among 2 ranks"):
         kvpass.enable(model, "bf16")
@@ -103,3 +103,87 @@ def test_scales_of_several_ranks_need_as_many(tiny_llama, tmp_path):
             refused()
     with pytest.raises(ValueError, match="kv.json is one rank's part of 2"):
         kvpass.enable(model, kvpass.KVQuantConfig(scales=scales.shard(1, 2)))
+
+
+# Dispatched over devices by accelerate -------------------------------------------------------------------------------
+
+
+def dispatched(model, **offloaded):
+    """``model`` with accelerate's hooks on every module, all of them for the CPU but for what ``offloaded`` says."""
+    from accelerate import dispatch_model
+
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    places = dict.fromkeys(parts, "cpu") | {name.replace("_", "."): place for name, place in offloaded.items()}
+    return dispatch_model(model, places, force_hooks=True, skip_keys=model._skip_keys_device_placement)
+
+
+def test_hooks_do_not_cut_the_decode_step(tiny_llama):
+    plain = tiny_llama()
+    kvpass.enable(plain, "nvfp4")
+    expected = tp.generate(plain)
+    torch._dynamo.reset()
+    counters.clear()
+    model = dispatched(tiny_llama())
+    forwards = [module.forward for module in model.modules()]
+    kvpass.enable(model, "nvfp4")
+    found = tp.generate(model)
+    assert torch.equal(found["tokens"], expected["tokens"])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    report = kvpass.report(model)
+    assert report.fused == 2 and report.graphs[-1].sites[1].layer == "model.layers.1.self_attn"
+    assert report.eager_reads == 0
+    # and everything is as it was, for whoever calls the model itself
+    assert [module.forward for module in model.modules()] == forwards
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(tp.generate(model)["tokens"], expected["tokens"])
+
+
+def test_tensors_move_where_a_part_begins(tiny_llama):
+    """Each part is on a device of its own, in name: what is moved, and where to, is noted instead."""
+    model = dispatched(tiny_llama())
+    for index, name in enumerate(model.hf_device_map):
+        model.get_submodule(name)._hf_hook.execution_device = f"cuda:{index}"
+    seen, original = [], devices._to
+
+    def noted(value, device):
+        if isinstance(value, torch.Tensor):
+            seen.append(device.index)
+        return value if isinstance(value, torch.Tensor) else original(value, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_to", noted)
+        with devices.substitutes(model, None).in_place(), torch.no_grad():
+            model(tp.prompt_of("cpu"))
+    assert [index for index, before in zip(seen, [None, *seen], strict=False) if index != before] == list(range(6))
+
+
+def test_an_error_puts_the_hooks_back(tiny_llama, stopped):
+    model = dispatched(tiny_llama())
+    forwards = [module.forward for module in model.modules()]
+    kvpass.enable(model, "bf16")
+    with stopped(model, after=3), pytest.raises(KeyboardInterrupt):
+        tp.generate(model)
+    assert [module.forward for module in model.modules()] == forwards
+
+
+def test_offloaded_parts_are_named(tiny_llama, tmp_path):
+    """transformers does not compile such a model: right, not fused, and said; refused where fusion is asked for."""
+    plain = tiny_llama()
+    expected = tp.generate(plain)["tokens"]
+    model = tiny_llama()
+    state = {f"model.layers.1.{name}": x for name, x in model.model.layers[1].state_dict().items()}
+    from accelerate.utils import offload_state_dict
+
+    offload_state_dict(tmp_path, state)
+    from accelerate import dispatch_model
+
+    places = {name: "cpu" for name in ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm")}
+    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
+    dispatch_model(model, places, offload_dir=tmp_path, main_device="cpu", force_hooks=True)
+    kvpass.enable(model, "bf16")
+    assert torch.equal(tp.generate(model)["tokens"], expected)
+    assert "hf_device_map has parts of the model on cpu, disk" in str(kvpass.report(model))
+    kvpass.enable(model, kvpass.KVQuantConfig("bf16", strict=True))
+    with pytest.raises(kvpass.NotFusedError, match=r"parts of the model on cpu, disk \(hf_device_map\)"):
+        tp.generate(model)

@@ -2,6 +2,9 @@
 
 Each variant generates twice from the same prompt: the first call compiles, the second is measured. A logits processor,
 which transformers calls after every forward, takes the times; nothing else is added to the loop.
+
+Under ``torchrun`` transformers splits the model among the ranks (tensor parallelism). Each of them runs everything, and
+the first one's figures are told: times are of all, bytes and memory of its GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from kvpass.bench.record import Output, Row, environment, reasons, summary_of, t
 from kvpass.bench.shapes import DTYPES, choose
 from kvpass.bench.timing import free_memory, interleave, read_ceiling, summarize
 from kvpass.config import KVQuantConfig
+from kvpass.devices import ranks_of
 
 DEFAULT_CASES = ("1x512", "1x8192", "16x8192", "8x32768")
 DEFAULT_FORMATS = ("fp8_e4m3", "nvfp4")
@@ -81,6 +85,7 @@ class Options:
         prefill_chunk: Tokens of a chunk of the prefill; 0 for all at once.
         dtype: Key of ``DTYPES``: of weights and activations.
         device: ``cuda`` or ``cpu``.
+        ranks: Tensor-parallel ranks, of which this process is one.
     """
 
     model: str = "llama-3-8b"
@@ -91,6 +96,7 @@ class Options:
     prefill_chunk: int = 0
     dtype: str = "bf16"
     device: torch.device = torch.device("cuda")
+    ranks: int = 1
 
     @classmethod
     def parse(
@@ -103,6 +109,7 @@ class Options:
         prefill_chunk: int,
         dtype: str,
         device: torch.device,
+        ranks: int = 1,
     ) -> Options:
         """Options as they are written on the command line; ``ValueError`` for what is unknown or does not fit."""
         if new_tokens < SETTLED + 2:
@@ -119,6 +126,7 @@ class Options:
             prefill_chunk,
             choose("dtype", dtype, DTYPES),
             device,
+            ranks,
         )
 
 
@@ -131,12 +139,13 @@ def run(options: Options, output: Output) -> int:
     del ceiling
     free_memory(device)
     output.progress(f"loading {options.model}")
-    model = load_model(options.model, DTYPES[options.dtype], device)
+    model = load_model(options.model, DTYPES[options.dtype], device, options.ranks)
     where, failed = environment(device) | {"clock": "cuda events" if device.type == "cuda" else "wall clock"}, False
     where["transformers"] = version("transformers")
     for case in options.cases:
         rows = [row | where for row in run_case(case, model, options, bandwidth, output.progress)]
         title = f"{options.model}, {case.batch} x {case.prompt} tokens, {options.new_tokens} new; {options.dtype}"
+        title += f"; {options.ranks} ranks, bytes of one" if options.ranks > 1 else ""
         output.write(rows, render(title, rows))
         failed = failed or any(row["status"] == "FAILED" and row["kind"] == "kvpass" for row in rows)
     return int(failed)
@@ -158,6 +167,7 @@ def run_case(
         row: Row = {"benchmark": "generate", "case": str(case), "variant": label, "kind": kind, "status": "ok"}
         row |= {"model": options.model, "batch": case.batch, "prompt": case.prompt, "new_tokens": options.new_tokens}
         row |= {"dtype": options.dtype, "prefill_chunk": options.prefill_chunk, "weight_bytes": weights}
+        row["tp"] = options.ranks
         try:
             row |= _measured(model, prompt, name, kind, options)
             tokens = case.prompt + options.new_tokens // 2
@@ -235,7 +245,7 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
         arguments["prefill_chunk_size"] = options.prefill_chunk
     arguments |= {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     counters.clear()
-    with fresh_cache(), _counted_recordings() as recordings:  # every variant compiles from nothing
+    with fresh_cache(), counted_recordings() as recordings:  # every variant compiles from nothing
         _, tokens = _generate(model, prompt, arguments, device)
         first_seconds = time.perf_counter() - begin
         graphs, recorded = counters["stats"]["unique_graphs"], len(recordings)
@@ -269,6 +279,10 @@ def _measured(model: PreTrainedModel, prompt: Tensor, name: str, kind: str, opti
         }
     if kind == "kvpass":
         row |= _checked(model, tokens_again, clock)
+    elif name == "static":
+        slots = prompt.shape[1] + options.new_tokens
+        nbytes = _bf16_bytes(model, slots, len(prompt)) * DTYPES[options.dtype].itemsize // 2
+        row |= {"cache_bytes": nbytes, "slots": slots}
     return row
 
 
@@ -306,7 +320,7 @@ def _checked(model: PreTrainedModel, tokens: Tensor, clock: Clock) -> Row:
 
 
 @contextlib.contextmanager
-def _counted_recordings() -> Iterator[list[None]]:
+def counted_recordings() -> Iterator[list[None]]:
     """The CUDA graphs that Inductor records meanwhile, one entry each."""
     from torch._inductor import cudagraph_trees
 
@@ -328,7 +342,12 @@ def _bytes_read(model: PreTrainedModel, row: Row, tokens: int, batch: int) -> fl
     """Bytes of K and V that a step over ``tokens`` tokens has to read, in the variant's own storage."""
     if "cache_bytes" in row:
         return float(row["cache_bytes"] / row["slots"] * tokens)
-    return batch * cache_bytes(model.config, KVQuantConfig("bf16"), tokens)
+    return _bf16_bytes(model, tokens, batch)
+
+
+def _bf16_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
+    """Bytes of K and V of ``tokens`` tokens on this rank."""
+    return batch * cache_bytes(model.config, KVQuantConfig("bf16"), tokens) // ranks_of(model).parts
 
 
 def _compare(rows: list[Row]) -> None:

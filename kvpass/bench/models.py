@@ -6,6 +6,9 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from kvpass.fx_passes.stack import local
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -57,22 +60,37 @@ def load_config(model: str) -> PreTrainedConfig:
     return config
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model itself, in eval mode; a shape of :data:`SHAPES` gets random weights, the same each time."""
+def load_model(model: str, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> PreTrainedModel:
+    """The model itself, in eval mode; a shape of :data:`SHAPES` gets random weights, the same each time.
+
+    Args:
+        model: As :func:`load_config` takes it.
+        dtype: Of the weights.
+        device: Where they are; with several ranks this rank's.
+        ranks: Tensor-parallel ranks that transformers splits the model among. Each of them makes all of a shape's
+            weights first, so that they are those of one process.
+    """
     config = load_config(model)
+    split: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
     if model not in SHAPES:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        return cast(PreTrainedModel, loaded.to(device).eval())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **split)
+        return cast(PreTrainedModel, (loaded if split else loaded.to(device)).eval())
     torch.manual_seed(0)
     with torch.device(device):
         made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if split:
+        # In a wider dtype: what would be taken as it is, is taken as a view, and keeps the whole in memory.
+        wider = torch.float64 if dtype == torch.float32 else torch.float32
+        whole = {name: value.to(wider) for name, value in made.state_dict().items()}
+        made = type(made).from_pretrained(None, config=config, state_dict=whole, dtype=dtype, **split)
     return cast(PreTrainedModel, made.eval())
 
 
 def streamed_bytes(model: Any) -> int:
-    """Bytes of weights that a decode step has to read: all but an input embedding that is not also the output's."""
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Bytes of weights that a decode step has to read on this rank: all but an input embedding that is not also the
+    output's."""
+    total = sum(local(parameter).nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
-    return int(total if is_tied else total - embedding.numel() * embedding.element_size())
+    return int(total if is_tied else total - local(embedding).nbytes)

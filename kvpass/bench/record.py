@@ -78,14 +78,17 @@ class Output:
     Attributes:
         path: File that rows are appended to, one JSON object a line; None for none.
         as_json: Rows on standard output as JSON lines, instead of tables.
+        is_quiet: Print and write nothing, another process does; only what failed here is said.
     """
 
     path: Path | None = None
     as_json: bool = False
+    is_quiet: bool = False
 
     @classmethod
     def choose(cls, benchmark: str, record: bool, out: str | None, as_json: bool) -> Output:
-        """``--out FILE``, or for ``--record`` the benchmark's file in :data:`RESULTS`.
+        """``--out FILE``, or for ``--record`` the benchmark's file in :data:`RESULTS`. Of several ranks the first
+        speaks.
 
         Raises:
             ValueError: There is no such folder.
@@ -96,13 +99,19 @@ class Output:
                 f"cannot record to {path}: no folder {path.parent} under {Path.cwd()}; run from a checkout, or name a "
                 "file with --out"
             )
-        return cls(path, as_json)
+        return cls(path, as_json, is_quiet=os.environ.get("RANK", "0") != "0")
 
     def progress(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        if not self.is_quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def write(self, rows: Sequence[Row], text: str) -> None:
         """Print ``text``, or ``rows`` as JSON, and append ``rows`` to the file."""
+        if self.is_quiet:
+            for row in rows:
+                if row["status"] == "FAILED":
+                    print(f"rank {os.environ['RANK']}: {row['variant']}: {row['reason']}", file=sys.stderr, flush=True)
+            return
         lines = [json.dumps(row) for row in rows]
         print("\n".join(lines) if self.as_json else text, flush=True)
         if self.path is not None:

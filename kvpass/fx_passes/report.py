@@ -45,11 +45,13 @@ class GraphReport:
         sites: Its attentions, in order.
         why_none: Why it has none.
         linears: How many linear layers were merged, and into how many.
+        devices: The GPUs that it runs on.
     """
 
     sites: tuple[SiteReport, ...]
     why_none: str | None = None
     linears: tuple[int, int] = (0, 0)
+    devices: tuple[str, ...] = ()
 
     def count(self, status: str) -> int:
         """Attentions with this status."""
@@ -62,17 +64,23 @@ class GraphReport:
         lines = [f"graph with {len(self.sites)} attentions: {counts}", *table(self.sites)]
         if self.linears[0]:
             lines.append(f"  {self.linears[0]} linear layers that share an input computed as {self.linears[1]}")
+        if len(self.devices) > 1:
+            lines.append(f"  on {', '.join(self.devices)}: without CUDA graphs, which torch records for one device")
         return "\n".join(lines)
 
 
 def describe(
-    graph: fx.Graph, matches: Sequence[Match], config: KVQuantConfig, stacks: Sequence[Sequence[fx.Node]] = ()
+    graph: fx.Graph,
+    matches: Sequence[Match],
+    config: KVQuantConfig,
+    stacks: Sequence[Sequence[fx.Node]] = (),
+    devices: tuple[str, ...] = (),
 ) -> GraphReport:
     """The report of ``matches`` and ``stacks``, found in ``graph``, which have been or are about to be fused."""
     linears = sum(map(len, stacks)), len(stacks)
     if not matches:
-        return GraphReport((), why_none(graph), linears)
-    return GraphReport(tuple(_describe(match, config) for match in matches), linears=linears)
+        return GraphReport((), why_none(graph), linears, devices)
+    return GraphReport(tuple(_describe(match, config) for match in matches), None, linears, devices)
 
 
 def table(sites: Sequence[SiteReport]) -> list[str]:
