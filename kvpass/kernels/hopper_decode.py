@@ -248,20 +248,19 @@ _DECLARE = gl.constexpr("{.reg .b32 m,n,t,u,v,w,x,y,z; .reg .b16 p,q;\n")
 def _decode_e2m1(word: str, outs: list[str], scale: str, wide: bool) -> str:
     """Eight e2m1 codes of ``word`` to four pairs, times ``scale``.
 
-    The pairs are the low nibbles of bytes 0 and 1, those of bytes 2 and 3, then the high nibbles likewise. For fp16 the
-    sign, exponent and mantissa bits move to their places in the high byte, which gives the value times 2^-14. For bf16
-    (``wide``) both bytes are looked up by permutes whose selector is the code itself; a selector's top bit makes a
-    permute return 0x00 or 0xFF, the sign of the byte, which finds the signs.
+    The pairs are the low nibbles of bytes 0 and 1, those of bytes 2 and 3, then the high nibbles likewise; for bf16
+    (``wide``) those of bytes 0 and 2, of bytes 1 and 3. For fp16 the sign, exponent and mantissa bits move to their
+    places in the high byte, which gives the value times 2^-14. For bf16 one multiplication moves the three low bits up
+    by 6 and the sign by 12, which gives the value times 2^-126 (the smallest of them subnormal) and is multiplied back.
     """
     text = ""
     if wide:
-        for half, low, high in ((0, outs[0], outs[2]), (16, outs[1], outs[3])):
-            text += f"shr.u32 t,{word},{half}; and.b32 u,t,0x7777; "
-            text += "prmt.b32 x,0x3F3F3F00,0x40404040,u; prmt.b32 y,0xC0800000,0xC0804000,u; "
-            text += "prmt.b32 z,0x80808080,0x80808080,t; and.b32 z,z,0x01010101; mad.lo.u32 x,z,128,x; "
-            text += f"prmt.b32 m,y,x,0x6240; mul.bf16x2 {low},m,{scale}; "
-            text += f"prmt.b32 n,y,x,0x7351; mul.bf16x2 {high},n,{scale};\n"
-        return text
+        text += f"shr.u32 t,{word},8;\n"
+        for source, low, high in ((word, outs[0], outs[2]), ("t", outs[1], outs[3])):
+            for nibbles, shifts, out in (("0x000F000F", "0x1040", low), ("0x00F000F0", "0x0104", high)):
+                text += f"and.b32 x,{source},{nibbles}; mul.lo.u32 x,x,{shifts}; and.b32 x,x,0x81C081C0; "
+                text += f"mul.bf16x2 x,x,u; mul.bf16x2 {out},x,{scale};\n"
+        return "mov.b32 u,0x7E807E80; " + text
     for nibble in (0, 1):
         if nibble:
             text += f"shr.u32 t,{word},3; and.b32 t,t,0x0E0E0E0E; lop3.b32 x,{word},0x80808080,t,0xEA; "
@@ -282,8 +281,11 @@ def _decode_fp8(word: str, outs: list[str], codec: str) -> str:
 def _key_asm(codec, wide):
     """Two neighbouring words of one row (and their scales, as pairs of one value twice) to pairs of one row."""
     if codec == "e2m1":
-        low = _decode_e2m1("$8", ["$0", "$1", "$2", "$3"], "$10", wide)
-        return _DECLARE + low + _decode_e2m1("$9", ["$4", "$5", "$6", "$7"], "$11", wide) + "}"
+        text, words = _DECLARE, ("$8", "$9")
+        if wide:
+            text, words = text + "prmt.b32 v,$8,0,0x3120; prmt.b32 w,$9,0,0x3120;\n", ("v", "w")
+        text += _decode_e2m1(words[0], ["$0", "$1", "$2", "$3"], "$10", wide)
+        return text + _decode_e2m1(words[1], ["$4", "$5", "$6", "$7"], "$11", wide) + "}"
     return _DECLARE + _decode_fp8("$4", ["$0", "$1"], codec) + _decode_fp8("$5", ["$2", "$3"], codec) + "}"
 
 
@@ -291,6 +293,8 @@ def _key_asm(codec, wide):
 def _value_asm(codec, wide):
     """The same word of two neighbouring positions (and, twice, the pair of their scales) to pairs of one dimension."""
     mix = "prmt.b32 v,$%d,$%d,0x5140; prmt.b32 w,$%d,$%d,0x7362;\n"
+    if wide:
+        mix = "prmt.b32 v,$%d,$%d,0x5410; prmt.b32 w,$%d,$%d,0x7632;\n"
     if codec == "e2m1":
         text = _DECLARE + mix % (8, 9, 8, 9)
         text += _decode_e2m1("v", ["$0", "$2", "$1", "$3"], "$10", wide)
