@@ -187,6 +187,14 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("key", ["mxfp4", "nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize(("length", "mask"), [(31, None), (333, None), (333, left_padding), (4096, None)])
+def test_blocks_of_32(key, head_dim, length, mask):
+    Case(key, "mxfp4", head_dim=head_dim, length=length, mask=mask, batch=2).check()
+
+
+@hopper
 @pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided, added, added_biases, alibi])
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
 def test_masks(format, mask):
@@ -396,6 +404,7 @@ def test_supported_shapes():
         ({"dtype": torch.float32}, "query is torch.float32"),
         ({"key": "bf16"}, "codec bf16"),
         ({"key": "fp4_mx_block16", "dtype": torch.float16}, "computes in bfloat16"),
+        ({"key": "mxfp4", "head_dim": 64}, "has blocks of 32"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),

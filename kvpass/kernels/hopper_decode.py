@@ -985,8 +985,8 @@ def supports_shapes(
     for fmt in (key, value):
         if fmt.codec not in ("e2m1", "e4m3", "e5m2"):
             return f"codec {fmt.codec} of format {fmt.name!r}; takes e2m1, e4m3 and e5m2"
-        if fmt.block not in (0, 16):
-            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16"
+        if fmt.block not in (0, 16, 32) or (fmt.block == 32 and head_dim < 128):
+            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16, and 32 from head_dim 128"
         if fmt.block_scale == "e8m0" and query.dtype != torch.bfloat16:
             return f"format {fmt.name!r} computes in bfloat16, query is {query.dtype}"
     if head_dim not in (64, 128, 256) or value_dim != head_dim:
