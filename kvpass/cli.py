@@ -273,6 +273,7 @@ def _add_bench_generate(subparsers: Subparsers) -> None:
         "--prefill-chunk", type=int, default=0, metavar="N", help="tokens of a prefill's chunk; 0: no chunks"
     )
     parser.add_argument("--dtype", default="bf16", help="of weights and activations: bf16, fp16 or fp32")
+    parser.add_argument("--device-map", metavar="MAP", help="auto: deal the layers out to all GPUs")
     parser.set_defaults(run=_bench_generate)
 
 
@@ -295,6 +296,7 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
         arguments.dtype,
         device,
         ranks,
+        arguments.device_map,
     )
     try:
         return generate.run(options, Output.choose("generate", arguments.record, arguments.out, arguments.json))

@@ -154,9 +154,9 @@ def substitutes(model: Any, known: Substitutes | None) -> Substitutes:
                 made.add(module._forward_pre_hooks, _HOOK, _moving(module._hf_hook))
                 made.add(module._forward_pre_hooks_with_kwargs, _HOOK, True)
     for module, style in sharded:
-        mesh: Any = module.weight.device_mesh
-        made.add(module._parameters, "weight", made.local(module.weight))
-        made.add(vars(module), "forward", _ABSENT if style == "colwise" else _reducing(module, mesh))
+        weight: Any = module.weight
+        made.add(module._parameters, "weight", made.local(weight))
+        made.add(vars(module), "forward", _ABSENT if style == "colwise" else _reducing(module, weight.device_mesh))
     return made
 
 
@@ -189,8 +189,8 @@ def _sharded_linears(model: Any) -> list[tuple[nn.Linear, str]]:
     """Linear layers that compute with a DTensor's local part alone, and how they are split: ``colwise`` or
     ``rowwise``."""
     plan = getattr(model, "_tp_plan", None) or {}
-    if "sequence_parallel" in plan.values():
-        return []  # what such a layer is given may be a DTensor
+    if (getattr(model, "_tp_size", None) or 1) == 1 or "sequence_parallel" in plan.values():
+        return []  # with the latter, what such a layer is given may be a DTensor
     found = []
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -207,10 +207,8 @@ def _reducing(module: nn.Linear, mesh: Any) -> Callable[[Tensor], Tensor]:
     def reducing(x: Tensor) -> Tensor:
         product = F.linear(x, module.weight)
         torch.distributed.all_reduce(product, group=group)
-        if module.bias is None:
-            return product
-        bias: Any = module.bias
-        return product + (bias.to_local() if hasattr(bias, "_local_tensor") else bias)
+        bias: Any = module.bias  # every rank has all of it
+        return product if bias is None else product.add(bias.to_local() if hasattr(bias, "_local_tensor") else bias)
 
     return reducing
 

@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 
 import kvpass
 from kvpass.bench.generate import counted_recordings
+from kvpass.bench.models import load_model
 from kvpass.fx_passes.stack import local
 
 RANKS = 2
@@ -116,6 +117,7 @@ def _run(name: str, folder: Path, model: Any, plain: torch.Tensor, recordings: l
     result["recordings"].append(len(recordings))
     result["same_again"] = torch.equal(again.cpu(), result["tokens"])
     result["skips"] = counters["inductor"]["cudagraph_skips"]
+    model.save_pretrained(folder / f"saved-{name}")
     kvpass.disable(model)
     result["stacked_after"] = is_view_of_larger(model)
     result["plain_again"] = torch.equal(generate(model)["tokens"], plain)
@@ -154,6 +156,13 @@ def refusal(folder: Path, dtype: torch.dtype, device: str, ranks: int) -> str:
     return "not refused"
 
 
+@torch.no_grad()
+def random_logits(device: torch.device, ranks: int) -> torch.Tensor:
+    """Of the model with random weights that benchmarks run."""
+    model = load_model("tiny", torch.float32, device, ranks)
+    return model(prompt_of(device)).logits.cpu()
+
+
 def check_parting(found: dict[str, Any], expected: dict[str, Any], error: float) -> str:
     """Hold ``found`` against ``expected``: logits to within ``error`` of their deviation up to where the tokens part,
     and there a choice between two that is no larger than that. Returns what was seen, in words."""
@@ -175,14 +184,18 @@ def check_parting(found: dict[str, Any], expected: dict[str, Any], error: float)
     return "; ".join(said)
 
 
-def launch(folder: Path, *arguments: str, timeout: int = 240) -> list[dict[str, Any]]:
-    """What each rank wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+def torchrun(*arguments: str, timeout: int = 240) -> str:
+    """Standard output of two ranks that run ``arguments``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, __file__, str(folder), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-12000:]
+    return done.stdout
+
+
+def launch(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What each rank wrote."""
+    torchrun(__file__, str(folder), *arguments)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
@@ -192,6 +205,9 @@ def main(folder: Path, device: str = "cpu") -> None:
     results: dict[str, Any] = {name: run(name, folder, dtype, device, ranks) for name in CASES}
     results["scales"] = scales_on_a_rank(folder, dtype, device, ranks)
     results["refusal"] = refusal(folder, dtype, device, ranks)
+    results["random"] = random_logits(
+        torch.device(device, torch.cuda.current_device() if device == "cuda" else 0), ranks
+    )
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tensor_parallel import torchrun
 
 import kvpass
 from kvpass import cli
@@ -41,6 +42,8 @@ def options(**changes):
         ({"new_tokens": 3}, ["3", "at least"]),
         ({"prefill_chunk": -1}, ["-1"]),
         ({"dtype": "int8"}, ["'int8'", "bf16"]),
+        ({"device_map": "balanced"}, ["'balanced'", "auto"]),
+        ({"device_map": "auto", "ranks": 2}, ["several GPUs", "2 processes"]),
     ],
 )
 def test_bad_options_are_refused(changes, names):
@@ -72,6 +75,21 @@ def test_rows(capsys, tmp_path):
     read = weights + 2 * 36 * per_token
     assert ours["floor_ms"] == pytest.approx(1e3 * read / (1e12 * ours["read_tb_per_s"]))
     assert ours["times_floor"] == pytest.approx(ours["ms"] / ours["floor_ms"])
+
+
+def test_rows_of_two_ranks(tmp_path):
+    """The first rank writes, and bytes are one rank's."""
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--device", "cpu", "--case", "2x32", "--new-tokens", "8", "--dtype", "fp32", "--out", str(out)]
+    torchrun("-m", "kvpass.cli", "bench", "generate", *arguments, "--formats", "bf16", "--baselines", "static")
+    rows = {row["variant"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert len(rows) == 2 == out.read_text().count("\n")
+    ours, static = rows["bf16"], rows["static cache, inductor"]
+    assert ours["tp"] == static["tp"] == 2 and ours["fused"] == 2 and ours["relative_error"] < 1e-4
+    config, whole = load_config("tiny"), streamed_bytes(load_model("tiny", torch.float32, CPU))
+    assert ours["cache_bytes"] == 2 * cache_bytes(config, KVQuantConfig("bf16"), ours["slots"]) // 2
+    assert static["cache_bytes"] == 2 * 2 * cache_bytes(config, KVQuantConfig("bf16"), 32 + 8) // 2  # fp32
+    assert whole / 2 <= ours["weight_bytes"] < 0.6 * whole  # norms are everybody's
 
 
 def test_wrong_logits_get_no_time(monkeypatch):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tensor_parallel as tp
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import kvpass
@@ -52,6 +53,20 @@ def test_sharded_weights_are_stacked_and_put_back(ranks, name):
     for case in (found[name] for found in ranks):
         assert case["linears"] == (10, 4) and case["stacked"], case["report"]
         assert not case["stacked_after"] and case["plain_again"]
+
+
+@pytest.mark.parametrize("name", tp.CASES)
+def test_an_enabled_model_is_saved_whole(ranks, folder, name):
+    saved = load_file(folder / f"saved-{name}" / "model.safetensors")
+    model = tp.load(folder / f"kv{tp.CASES[name]}", torch.float32, "cpu", 1)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(saved[key].float(), value, rtol=0, atol=0)
+
+
+def test_random_weights_of_benchmarks_are_those_of_one_process(ranks):
+    expected = tp.random_logits(torch.device("cpu"), 1)
+    for found in ranks:
+        torch.testing.assert_close(found["random"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scales_reach_their_rank(ranks):

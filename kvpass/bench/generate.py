@@ -86,6 +86,7 @@ class Options:
         dtype: Key of ``DTYPES``: of weights and activations.
         device: ``cuda`` or ``cpu``.
         ranks: Tensor-parallel ranks, of which this process is one.
+        device_map: ``auto``: layers dealt out to all GPUs by accelerate; memory is the first one's. None: one device.
     """
 
     model: str = "llama-3-8b"
@@ -97,6 +98,7 @@ class Options:
     dtype: str = "bf16"
     device: torch.device = torch.device("cuda")
     ranks: int = 1
+    device_map: str | None = None
 
     @classmethod
     def parse(
@@ -110,12 +112,20 @@ class Options:
         dtype: str,
         device: torch.device,
         ranks: int = 1,
+        device_map: str | None = None,
     ) -> Options:
         """Options as they are written on the command line; ``ValueError`` for what is unknown or does not fit."""
         if new_tokens < SETTLED + 2:
             raise ValueError(f"--new-tokens is {new_tokens}; it must be at least {SETTLED + 2}")
         if prefill_chunk < 0:
             raise ValueError(f"--prefill-chunk is {prefill_chunk}; it must be 0 (no chunks) or a number of tokens")
+        if device_map not in (None, "auto"):
+            raise ValueError(f"--device-map is {device_map!r}; allowed: auto")
+        if device_map and (ranks > 1 or torch.cuda.device_count() < 2):
+            raise ValueError(
+                f"--device-map auto deals a model's layers out to several GPUs of one process; here are "
+                f"{torch.cuda.device_count()} GPUs and {ranks} processes"
+            )
         names = [] if baselines == ["none"] else [choose("baseline", name, (*BASELINES, "none")) for name in baselines]
         return cls(
             model,
@@ -127,6 +137,7 @@ class Options:
             choose("dtype", dtype, DTYPES),
             device,
             ranks,
+            device_map,
         )
 
 
@@ -139,13 +150,14 @@ def run(options: Options, output: Output) -> int:
     del ceiling
     free_memory(device)
     output.progress(f"loading {options.model}")
-    model = load_model(options.model, DTYPES[options.dtype], device, options.ranks)
+    model = load_model(options.model, DTYPES[options.dtype], device, options.ranks, options.device_map)
     where, failed = environment(device) | {"clock": "cuda events" if device.type == "cuda" else "wall clock"}, False
     where["transformers"] = version("transformers")
     for case in options.cases:
         rows = [row | where for row in run_case(case, model, options, bandwidth, output.progress)]
         title = f"{options.model}, {case.batch} x {case.prompt} tokens, {options.new_tokens} new; {options.dtype}"
         title += f"; {options.ranks} ranks, bytes of one" if options.ranks > 1 else ""
+        title += f"; device_map={options.device_map}, memory of the first GPU" if options.device_map else ""
         output.write(rows, render(title, rows))
         failed = failed or any(row["status"] == "FAILED" and row["kind"] == "kvpass" for row in rows)
     return int(failed)
@@ -167,7 +179,7 @@ def run_case(
         row: Row = {"benchmark": "generate", "case": str(case), "variant": label, "kind": kind, "status": "ok"}
         row |= {"model": options.model, "batch": case.batch, "prompt": case.prompt, "new_tokens": options.new_tokens}
         row |= {"dtype": options.dtype, "prefill_chunk": options.prefill_chunk, "weight_bytes": weights}
-        row["tp"] = options.ranks
+        row |= {"tp": options.ranks, "device_map": options.device_map}
         try:
             row |= _measured(model, prompt, name, kind, options)
             tokens = case.prompt + options.new_tokens // 2

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from kvpass.fx_passes.stack import local
 
@@ -60,7 +60,9 @@ def load_config(model: str) -> PreTrainedConfig:
     return config
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> PreTrainedModel:
+def load_model(
+    model: str, dtype: torch.dtype, device: torch.device, ranks: int = 1, device_map: str | None = None
+) -> PreTrainedModel:
     """The model itself, in eval mode; a shape of :data:`SHAPES` gets random weights, the same each time.
 
     Args:
@@ -69,9 +71,11 @@ def load_model(model: str, dtype: torch.dtype, device: torch.device, ranks: int 
         device: Where they are; with several ranks this rank's.
         ranks: Tensor-parallel ranks that transformers splits the model among. Each of them makes all of a shape's
             weights first, so that they are those of one process.
+        device_map: ``auto`` to have accelerate deal the layers out to all GPUs.
     """
     config = load_config(model)
     split: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
+    split |= {"device_map": device_map} if device_map else {}
     if model not in SHAPES:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **split)
         return cast(PreTrainedModel, (loaded if split else loaded.to(device)).eval())

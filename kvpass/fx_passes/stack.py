@@ -147,10 +147,10 @@ def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: 
             graph.erase_node(linear)
             for parameter in parameters:
                 if isinstance(parameter, fx.Node):
-                    held = _placeholder(parameter)
+                    placeholder = _placeholder(parameter)
                     graph.erase_node(parameter)
-                    if held is not parameter:
-                        graph.erase_node(held)
+                    if placeholder is not parameter:
+                        graph.erase_node(placeholder)
 
 
 def _placeholder(node: fx.Node) -> fx.Node:
@@ -168,7 +168,7 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
         if not isinstance(parameter, fx.Node):
             return None
         held = _placeholder(parameter)
-        value = values.get(held)
+        value: Any = values.get(held)
         if not (type(value) is nn.Parameter or hasattr(value, "_local_tensor")):
             return None
         part = local(value)
