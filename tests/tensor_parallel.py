@@ -209,6 +209,9 @@ def main(folder: Path, device: str = "cpu") -> None:
         torch.device(device, torch.cuda.current_device() if device == "cuda" else 0), ranks
     )
     torch.save(results, folder / f"rank{rank}.pt")
+    torch.distributed.barrier()
+    if device == "cuda":
+        os._exit(0)  # NCCL's own end waits for the CUDA graphs that use it
     torch.distributed.destroy_process_group()
 
 
