@@ -7,7 +7,7 @@ it, so that the decoded K and V never exist in memory.
 The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
 Where a format is centred and nobody gave the centre, it is the mean of the first tokens, taken before they are stored
 and fixed from then on; any vector would be exact, a mean makes what is stored small. So it is with the tensor scale of
-a format whose block scales it moves into their range (nvfp4): the largest magnitude of the first tokens gives it.
+a format whose block scales it moves into their range (nvfp4, int8): the largest magnitude of the first tokens gives it.
 
 A layer with a sliding window (or chunked attention) is a ring: the token at position ``p`` is in slot ``p % slots``.
 What attention reads is laid out by position all the same, ``max_cache_len`` of them, so that masks and counters of such
@@ -150,7 +150,8 @@ class QuantizedCache(Cache):
 
     def saturation(self) -> list[tuple[float, float]]:
         """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8
-        format, block scales of nvfp4. More than a few in a thousand means that the tensor scale is too small."""
+        format, block scales of nvfp4 and int8. More than a few in a thousand means that the tensor scale is too
+        small."""
         return [layer.saturation() if isinstance(layer, QuantizedLayer) else (0.0, 0.0) for layer in self.layers]
 
     def reset(self) -> None:
