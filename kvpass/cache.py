@@ -7,7 +7,7 @@ it, so that the decoded K and V never exist in memory.
 The first prefill is exact: it attends to the K and V it just computed, and their quantized bytes are stored beside it.
 Where a format is centred and nobody gave the centre, it is the mean of the first tokens, taken before they are stored
 and fixed from then on; any vector would be exact, a mean makes what is stored small. So it is with the tensor scale of
-a format whose block scales it moves into their range (nvfp4): the largest magnitude of the first tokens gives it.
+a format whose block scales it moves into their range (nvfp4, int8): the largest magnitude of the first tokens gives it.
 
 A layer with a sliding window (or chunked attention) is a ring: the token at position ``p`` is in slot ``p % slots``.
 What attention reads is laid out by position all the same, ``max_cache_len`` of them, so that masks and counters of such
@@ -36,7 +36,7 @@ from transformers.cache_utils import (
 
 from kvpass import ops, reference
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.formats import KVBuffers, KVFormat, check_centre
+from kvpass.formats import CODECS, KVBuffers, KVFormat, check_centre
 from kvpass.scales import KVScales
 
 FIRST_TOKENS = 256  # of a prompt: centres and tensor scales are taken from them
@@ -157,7 +157,8 @@ class QuantizedCache(Cache):
 
     def saturation(self) -> list[tuple[float, float]]:
         """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8
-        format, block scales of nvfp4. More than a few in a thousand means that the tensor scale is too small."""
+        format, block scales of nvfp4 and int8. More than a few in a thousand means that the tensor scale is too
+        small."""
         return [layer.saturation() if isinstance(layer, QuantizedLayer) else (0.0, 0.0) for layer in self.layers]
 
     def reset(self) -> None:
@@ -507,7 +508,7 @@ def learn(
         if buffers.centre is not None and centre is None:
             buffers.centre.copy_(centre_of(x, weight))
         if buffers.scale is not None and fmt.learns_scale and scale is None:
-            buffers.scale.copy_(scale_of(x, buffers.centre, weight))
+            buffers.scale.copy_(scale_of(x, CODECS[fmt.codec].max, buffers.centre, weight))
 
 
 def centre_of(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
@@ -519,15 +520,16 @@ def centre_of(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return mean.nan_to_num(0.0, 0.0, 0.0)
 
 
-def scale_of(x: Tensor, centre: Tensor | None = None, weight: Tensor | float = 1.0) -> Tensor:
+def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | float = 1.0) -> Tensor:
     """``[kv_heads]`` float32: the tensor scale that a format of e4m3 block scales takes from the tokens ``x``, which
-    are stored less ``centre``; arguments as for :func:`centre_of`.
+    are stored less ``centre``, in codes up to ``code``; arguments as for :func:`centre_of`.
 
-    With ``p`` the power of two at or below the largest magnitude ``a``, it is ``p / 16``: then ``a`` has a block scale
-    ``a / 6 / scale`` from 2.7 to 5.3, the middle, in octaves, of what e4m3 holds as a normal number, ``2**-6`` to 448.
-    A later token can be 84 times as large before it saturates, and a block's scale loses bits only where the block is
-    170 times as small. As a power of two it changes no rounding of any other block scale: which of them it is, and so
-    the other rows of a batch and their padding, shows at those two ends alone.
+    With ``p`` the power of two at or below the largest magnitude ``a``, it is ``p / 16`` for e2m1 (``p / 256`` for
+    int8): then ``a`` has a block scale ``a / 6 / scale`` from 2.7 to 5.3 (2 to 4), the middle, in octaves, of what e4m3
+    holds as a normal number, ``2**-6`` to 448. A later token can be 84 times as large before it saturates, and a block
+    scale loses bits only where its block is 170 times as small (128). As a power of two it changes no rounding of any
+    other block scale: which of them it is, and so the other rows of a batch and their padding, shows at those two ends
+    alone.
 
     ``a`` is at least a sixteenth of the magnitude before ``centre`` is taken away: a prompt of one token is its own
     centre, and says nothing of how far others lie. A rotation is left out. It changes ``a`` by ``sqrt(head_dim)`` at
@@ -537,7 +539,7 @@ def scale_of(x: Tensor, centre: Tensor | None = None, weight: Tensor | float = 1
     largest = torch.maximum(distance.abs(), x.abs() / 16)
     largest = torch.where(largest.isfinite(), largest, 0.0).amax((0, 2, 3))
     power = (largest.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(largest == 0, 1.0, power / 16)
+    return torch.where(largest == 0, 1.0, power / 2 ** (int(code).bit_length() + 1))
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:

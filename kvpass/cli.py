@@ -19,7 +19,7 @@ import torch
 
 import kvpass
 from kvpass.config import PRESETS, KVQuantConfig
-from kvpass.formats import format_names, get_format
+from kvpass.formats import WHOLE_HEAD, format_names, get_format
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction["_Parser"]
@@ -95,14 +95,15 @@ def _formats(arguments: argparse.Namespace) -> int:
     rows = []
     for name in format_names():
         fmt = get_format(name)
-        scales = [f"{fmt.block_scale} per {fmt.block}"] if fmt.block else []
+        scales = [f"{fmt.block_scale} per {'head' if fmt.block == WHOLE_HEAD else fmt.block}"] if fmt.block else []
         scales += ["fp32 per KV head"] if fmt.tensor_scale else []
-        row = [name, fmt.codec, ", ".join(scales) or "none", f"{fmt.bits_per_value:g}"]
+        row = [name, fmt.codec, ", ".join(scales) or "none"]
         try:
             fmt.check_head_dim(head_dim)
         except ValueError:
-            rows.append((*row, f"not with head_dim {head_dim}", "", ""))
+            rows.append((*row, f"{fmt.bits_per_value:g}", f"not with head_dim {head_dim}", "", ""))
             continue
+        row.append(f"{8 * fmt.bytes_per_token(1, head_dim) / head_dim:g}")
         per_layer = 2 * fmt.bytes_per_token(kv_heads, head_dim)
         ratio = whole.bytes_per_token(kv_heads, head_dim) / fmt.bytes_per_token(kv_heads, head_dim)
         rows.append((*row, f"{per_layer:,}", f"{layers * per_layer:,}", f"{ratio:.2f}"))

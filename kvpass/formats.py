@@ -32,7 +32,7 @@ class Codec:
     """How one value is encoded.
 
     Attributes:
-        name: ``bf16``, ``e4m3`` (the ``fn`` variant, no infinities), ``e5m2`` or ``e2m1``.
+        name: ``bf16``, ``e4m3`` (the ``fn`` variant, no infinities), ``e5m2``, ``int8`` or ``e2m1``.
         bits: Width of one code.
         max: Largest finite magnitude a code stands for.
         dtype: Storage dtype of the codes buffer. Everything but ``bf16`` is kept as raw bytes.
@@ -50,10 +50,13 @@ CODECS: dict[str, Codec] = {
         Codec("bf16", 16, torch.finfo(torch.bfloat16).max, torch.bfloat16),
         Codec("e4m3", 8, 448.0, torch.uint8),
         Codec("e5m2", 8, 57344.0, torch.uint8),
+        Codec("int8", 8, 127.0, torch.uint8),  # two's complement; -128 is not used
         Codec("e2m1", 4, 6.0, torch.uint8),
     )
 }
 
+
+WHOLE_HEAD = 512  # the most values a head has, as a block: one scale per token and head
 
 # Block scales lie in tiles of 32 slots so that a lane of a tensor-core fragment finds the scales of its tokens side by
 # side (kvpass/kernels/attention.py says which those are). Inside a tile the five bits of the slot, b4 to b0, are
@@ -82,8 +85,10 @@ class KVFormat:
         codec: Key of :data:`CODECS`.
         block_scale: Encoding of the scale shared by ``block`` neighbouring values of ``head_dim``: ``none``, ``e4m3``
             (``e4m3(amax / 6 / tensor_scale)``) or ``e8m0`` (a power of two by ``scale_rule``).
-        block: Values per block scale; 0 without block scales.
+        block: Values per block scale, or :data:`WHOLE_HEAD`; 0 without block scales.
         tensor_scale: Whether one fp32 factor per KV head multiplies every value as well.
+            An e4m3 scale of int8 is the one at or above ``amax / 127 / tensor_scale``: next to so many codes, what
+            saturates would weigh more than a coarser step.
         scale_rule: Which power of two is an e8m0 block scale: ``ceil``, the one at or above ``amax / 6``, with which
             nothing saturates; or ``floor``, the one at or below ``amax / 4``, by the OCP Microscaling specification,
             which also rounds ties of values to even rather than away from zero.
@@ -121,12 +126,22 @@ class KVFormat:
                 f"format {self.name!r}: block is {self.block} with block_scale {self.block_scale!r}; "
                 "a block scale needs a block of 16 or 32, no block scale needs block 0"
             )
-        if self.block not in (0, 16, 32):
-            raise ValueError(f"format {self.name!r}: block is {self.block}; allowed: 16, 32, or 0 for none")
-        if (self.codec == "e2m1") != (self.block_scale != "none"):
+        if self.block not in (0, 16, 32, WHOLE_HEAD):
+            raise ValueError(
+                f"format {self.name!r}: block is {self.block}; allowed: 16, 32, {WHOLE_HEAD} for the whole head, or 0 "
+                "for none"
+            )
+        if (self.codec in ("e2m1", "int8")) != (self.block_scale != "none"):
             raise ValueError(
                 f"format {self.name!r}: codec {self.codec!r} with block_scale {self.block_scale!r}; "
-                "e2m1 needs a block scale, and the wider codecs take none"
+                "e2m1 and int8 need a block scale, and the other codecs take none"
+            )
+        if (self.codec == "int8") != (self.block == WHOLE_HEAD) or (
+            self.codec == "int8" and self.block_scale != "e4m3"
+        ):
+            raise ValueError(
+                f"format {self.name!r}: codec {self.codec!r} with {self.block_scale!r} scales of blocks of "
+                f"{self.block}; int8, and nothing else, takes e4m3 scales of the whole head (block {WHOLE_HEAD})"
             )
         if self.block_scale == "e8m0" and self.tensor_scale:
             raise ValueError(f"format {self.name!r}: an e8m0 block scale covers every magnitude; drop tensor_scale")
@@ -136,8 +151,8 @@ class KVFormat:
             raise ValueError(f"format {self.name!r}: bf16 is stored as is; it takes neither +centred nor +rotated")
         if self.search not in ("none", "4over6", "sweep"):
             raise ValueError(f"format {self.name!r}: search is {self.search!r}; allowed: none, 4over6, sweep")
-        if self.search != "none" and not self.block:
-            raise ValueError(f"format {self.name!r}: +{self.search} chooses block scales, and {self.codec} has none")
+        if self.search != "none" and self.codec != "e2m1":
+            raise ValueError(f"format {self.name!r}: +{self.search} chooses block scales of e2m1, not of {self.codec}")
         if self.search == "4over6" and self.block_scale != "e4m3":
             raise ValueError(
                 f"format {self.name!r}: amax / 6 and amax / 4 are the same power of two, or neighbours; use +sweep"
@@ -150,7 +165,7 @@ class KVFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Stored bits per value, block scales included and the per-head fp32 factor not."""
+        """Stored bits per value, block scales included (of a head of 512) and the per-head fp32 factor not."""
         return CODECS[self.codec].bits + (8 / self.block if self.block else 0)
 
     @property
@@ -161,7 +176,7 @@ class KVFormat:
 
     @property
     def range(self) -> float:
-        """Largest magnitude that a tensor scale of 1 can hold: 448 for e4m3, 6 * 448 for NVFP4."""
+        """Largest magnitude that a tensor scale of 1 can hold: 448 for e4m3, 6 * 448 for NVFP4, 127 * 448 for int8."""
         return CODECS[self.codec].max * (CODECS["e4m3"].max if self.block_scale == "e4m3" else 1.0)
 
     @property
@@ -179,7 +194,7 @@ class KVFormat:
 
     def scale_width(self, head_dim: int) -> int:
         """Block scales per token and head, one byte each; 0 without block scales."""
-        return head_dim // self.block if self.block else 0
+        return -(-head_dim // self.block) if self.block else 0
 
     def bytes_per_token(self, kv_heads: int, head_dim: int) -> int:
         """Bytes that one token of one layer's K (or V) occupies."""
@@ -188,7 +203,7 @@ class KVFormat:
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raise ``ValueError`` for a head_dim this format cannot hold."""
-        multiple, most = max(self.block, 16), 256 if self.rotated else 512
+        multiple, most = max(self.block % WHOLE_HEAD, 16), 256 if self.rotated else 512
         if head_dim % multiple or not 16 <= head_dim <= most:
             raise ValueError(
                 f"format {self.name!r} cannot hold head_dim {head_dim}: it must be a multiple of {multiple}, "
@@ -256,8 +271,8 @@ class KVBuffers(NamedTuple):
     Attributes:
         codes: ``[batch, kv_heads, max_len, code_width]``, bf16 or uint8. ``e2m1`` packs the even index of ``head_dim``
             in the low nibble and the odd index in the high nibble.
-        block_scale: ``[batch, kv_heads, ceil(max_len / 32), head_dim // block, 32]`` uint8, the bits of the e4m3 or
-            e8m0 scale of each run of ``block`` values, for tiles of 32 slots; slot ``s`` of a tile is at
+        block_scale: ``[batch, kv_heads, ceil(max_len / 32), ceil(head_dim / block), 32]`` uint8, the bits of the e4m3
+            or e8m0 scale of each run of ``block`` values, for tiles of 32 slots; slot ``s`` of a tile is at
             ``SCALE_ORDER[s]``. None without block scales.
         scale: ``[kv_heads]`` float32, multiplies every value of its head; None where the format has none.
         centre: ``[kv_heads, head_dim]`` float32, subtracted before rotation and encoding; None where the format is not
@@ -385,3 +400,4 @@ register_format(KVFormat("fp8_e5m2", "e5m2", tensor_scale=True))
 register_format(KVFormat("nvfp4", "e2m1", block_scale="e4m3", block=16, tensor_scale=True))
 register_format(KVFormat("fp4_mx_block16", "e2m1", block_scale="e8m0", block=16))
 register_format(KVFormat("mxfp4", "e2m1", block_scale="e8m0", block=32, scale_rule="floor"))
+register_format(KVFormat("int8", "int8", block_scale="e4m3", block=WHOLE_HEAD, tensor_scale=True))

@@ -3,8 +3,8 @@
 Kernels must produce the same bytes as :func:`quantize` and the same values as :func:`dequantize`. Nothing here is
 tuned; read it to learn what a format means.
 
-Special values: a NaN makes its element (fp8) or its whole block (fp4) read back as NaN. An infinity saturates, except
-that e8m0 scales reach far enough for it to read back as one.
+Special values: a NaN makes its element (fp8) or its whole block (fp4, int8) read back as NaN. An infinity saturates,
+except that e8m0 scales reach far enough for it to read back as one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def quantize(
 
     Returns:
         Codes ``[batch, kv_heads, length, code_width]``, packed as :class:`~kvpass.formats.KVBuffers` says, and block
-        scales ``[batch, kv_heads, length, head_dim // block]`` uint8, one row a token (or None).
+        scales ``[batch, kv_heads, length, ceil(head_dim / block)]`` uint8, one row a token (or None).
     """
     if fmt.codec == "bf16":
         return x.to(torch.bfloat16), None
@@ -78,6 +78,9 @@ def quantize(
         limit = CODECS[fmt.codec].max
         codes = (x / factor).clamp(-limit, limit).to(_FLOAT8[fmt.codec]).view(torch.uint8)
         return torch.where(x.isnan(), FLOAT8_NAN, codes), None
+
+    if fmt.codec == "int8":
+        return _quantize_int8(x, factor, fmt)
 
     blocks = rearrange(x, "... (blocks values) -> ... blocks values", values=fmt.block)
     amax = blocks.abs().amax(-1)  # NaN if any value is
@@ -94,6 +97,20 @@ def quantize(
     codes = _encode_e2m1(blocks, divisor, fmt.ties_to_even)
     codes = torch.where((amax.isnan() | (divisor == 0)).unsqueeze(-1), 0, codes).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), bits
+
+
+def _quantize_int8(x: torch.Tensor, factor: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of tokens: the e4m3 scale at or above ``amax / 127 / factor``, and nearest even codes."""
+    largest = CODECS["int8"].max
+    amax = x.abs().amax(-1, keepdim=True)  # NaN if any value is
+    wanted = amax / largest / factor
+    bits = _encode_e4m3(wanted)
+    bits = bits + (_decode_block_scale(bits.to(torch.uint8), fmt) < wanted).int()
+    bits = torch.where(amax.isnan(), FLOAT8_NAN, bits.clamp(max=FLOAT8_NAN - 1)).to(torch.uint8)
+    divisor = _decode_block_scale(bits, fmt) * factor
+    codes = (x / divisor).clamp(-largest, largest).round()
+    codes = torch.where(amax.isnan() | (divisor == 0), 0.0, codes)
+    return codes.to(torch.int8).view(torch.uint8), bits
 
 
 def _block_scales(amax: torch.Tensor, factor: torch.Tensor, fmt: KVFormat) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -158,7 +175,7 @@ def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.T
 
 
 def scale_rows(block_scale: torch.Tensor, length: int) -> torch.Tensor:
-    """Tiled block scales as ``[batch, kv_heads, length, head_dim // block]``: one row a token."""
+    """Tiled block scales as ``[batch, kv_heads, length, ceil(head_dim / block)]``: one row a token."""
     order = torch.tensor(SCALE_ORDER, device=block_scale.device)
     rows = rearrange(block_scale[..., order], "batch kv tiles blocks slots -> batch kv (tiles slots) blocks")
     return rows[:, :, :length]
@@ -169,7 +186,7 @@ def to_interchange(buffers: KVBuffers, length: int) -> tuple[torch.Tensor, torch
 
     Returns:
         Codes ``[batch, kv_heads, length, code_width]`` (``e2m1``: even index of head_dim in the low nibble) and block
-        scales ``[batch, kv_heads, length, head_dim // block]`` uint8, one row a token (None without block scales).
+        scales ``[batch, kv_heads, length, ceil(head_dim / block)]`` uint8, one row a token (None without block scales).
     """
     rows = None if buffers.block_scale is None else scale_rows(buffers.block_scale, length).clone()
     return buffers.codes[:, :, :length].clone(), rows
@@ -210,13 +227,15 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
         return codes.to(dtype)
     if fmt.codec in _FLOAT8:
         value = codes.view(_FLOAT8[fmt.codec]).float()
+    elif fmt.codec == "int8":
+        value = codes.view(torch.int8).float()
     else:
-        assert block_scale is not None
         nibbles = rearrange([codes & 0xF, codes >> 4], "two ... bytes -> ... (bytes two)")
         magnitude = torch.tensor(E2M1_VALUES, device=codes.device)[(nibbles & 7).long()]
         value = torch.where(nibbles >= 8, -magnitude, magnitude)
-        bits = scale_rows(block_scale, codes.shape[2])
-        value = value * _decode_block_scale(bits, fmt).repeat_interleave(fmt.block, dim=-1)
+    if block_scale is not None:
+        of_blocks = _decode_block_scale(scale_rows(block_scale, codes.shape[2]), fmt)
+        value = value * of_blocks.repeat_interleave(fmt.block, dim=-1)[..., : value.shape[-1]]
     if fmt.tensor_scale:
         value = value * _per_head(scale)
     if kept is not None:

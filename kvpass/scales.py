@@ -1,9 +1,10 @@
 """``KVScales``: the tensor scales of every layer's K and V, from a checkpoint, from JSON or from calibration.
 
 A scale multiplies on the way back, ``value = code * scale``, and is ``amax / range`` of the format it was made for
-(448 for fp8_e4m3, 57344 for fp8_e5m2, 2688 = 6 * 448 for nvfp4, whose global scale it is). Used in another format it
-is converted by the ratio of the two ranges. Checkpoints and files write the same convention; some write ``amax / 448``
-for NVFP4 too, which is a factor of 6 too large and costs nothing, since writer and reader here use one number.
+(448 for fp8_e4m3, 57344 for fp8_e5m2, 2688 = 6 * 448 for nvfp4, whose global scale it is, 127 * 448 for int8). Used in
+another format it is converted by the ratio of the two ranges. Checkpoints and files write the same convention; some
+write ``amax / 448`` for NVFP4 too, which is a factor of 6 too large and costs nothing, since writer and reader here use
+one number.
 
 Nothing is ever replaced by 1.0 without being said: a file that does not fit is an error that names layer and file.
 """

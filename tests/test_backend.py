@@ -358,6 +358,7 @@ TRANSFORMED = [
     "balanced",
     "compact",
     {"format": "fp8_e4m3+centred+rotated"},
+    {"format": "int8+rotated", "value_format": "int8+centred"},
     {"format": "nvfp4+centred", "keep_first": 3, "layers": {1: "fp8_e4m3+rotated"}},
 ]
 

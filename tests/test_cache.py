@@ -468,8 +468,9 @@ class TestLearntScales:
         # Less a centre: 3 is left of 100, and 6.25 is the sixteenth that counts at least.
         x = torch.full((1, 1, 2, 16), 97.0)
         x[0, 0, 1] = 103.0
-        assert scale_of(x, torch.full((1, 16), 100.0)).tolist() == [4 / 16]
-        assert scale_of(x[:, :, :1], x[:, 0, 0]).tolist() == [4 / 16]  # nothing is left of a single token
+        assert scale_of(x, centre=torch.full((1, 16), 100.0)).tolist() == [4 / 16]
+        assert scale_of(x, 127.0).tolist() == [64 / 256]
+        assert scale_of(x[:, :, :1], centre=x[:, 0, 0]).tolist() == [4 / 16]  # nothing is left of a single token
         assert scale_of(torch.full((1, 1, 1, 16), 2.0**-140)).tolist() == [2.0**-104]
 
     @pytest.mark.parametrize("largest", [0.011, 1.0, 3.99, 7000.0])
@@ -486,7 +487,7 @@ class TestLearntScales:
         cache.layers[0].update(400 * x, 400 * x)
         assert min(cache.layers[0].saturation()) > 0
 
-    @pytest.mark.parametrize("name", ["nvfp4", "nvfp4+centred+rotated+sweep"])
+    @pytest.mark.parametrize("name", ["nvfp4", "nvfp4+centred+rotated+sweep", "int8+centred"])
     def test_make_small_values_as_good_as_any(self, tiny_llama, name):
         """A power of two in K and V is a power of two in what is read, to the bit."""
         config, x = tiny_llama().config, torch.randn(2, 2, 9, 64)

@@ -45,9 +45,26 @@ def test_registering_again():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"codec": "e3m2"}, "unknown codec 'e3m2'; known: bf16, e4m3, e5m2, e2m1"),
-        ({"codec": "e2m1"}, "e2m1 needs a block scale"),
-        ({"codec": "e4m3", "block_scale": "e4m3", "block": 16}, "the wider codecs take none"),
+        ({"codec": "e3m2"}, "unknown codec 'e3m2'; known: bf16, e4m3, e5m2, int8, e2m1"),
+        ({"codec": "e2m1"}, "e2m1 and int8 need a block scale"),
+        ({"codec": "e4m3", "block_scale": "e4m3", "block": 16}, "the other codecs take none"),
+        ({"codec": "int8"}, "e2m1 and int8 need a block scale"),
+        (
+            {"codec": "int8", "block_scale": "e4m3", "block": 16},
+            "int8, and nothing else, takes e4m3 scales of the whole",
+        ),
+        (
+            {"codec": "int8", "block_scale": "e8m0", "block": 512},
+            "int8, and nothing else, takes e4m3 scales of the whole",
+        ),
+        (
+            {"codec": "e2m1", "block_scale": "e4m3", "block": 512},
+            "'e2m1' with 'e4m3' scales of blocks of 512; int8, and",
+        ),
+        (
+            {"codec": "int8", "block_scale": "e4m3", "block": 512, "search": "sweep"},
+            r"\+sweep chooses block scales of e2m1, not of int8",
+        ),
         ({"codec": "e2m1", "block_scale": "e8m0", "block": 64}, "block is 64; allowed: 16, 32"),
         ({"codec": "e2m1", "block_scale": "e5m2", "block": 16}, "block_scale is 'e5m2'; allowed"),
         ({"codec": "e2m1", "block_scale": "e8m0", "block": 16, "tensor_scale": True}, "drop tensor_scale"),
@@ -110,7 +127,7 @@ class TestDerivedRows:
             ("nvfp4+centered", r"suffix of format 'nvfp4', 'centered'; known: centred, .*Did you mean 'centred'\?"),
             ("nvfp4+", "suffix of format 'nvfp4', ''; known: centred, rotated, 4over6, sweep"),
             ("bf16+rotated", r"bf16 is stored as is; it takes neither \+centred nor \+rotated"),
-            ("fp8_e4m3+sweep", r"\+sweep chooses block scales, and e4m3 has none"),
+            ("fp8_e4m3+sweep", r"\+sweep chooses block scales of e2m1, not of e4m3"),
             ("fp4_mx_block16+4over6", r"use \+sweep"),
             ("nvfp4+sweep+4over6", r"\+4over6 comes on top of another search"),
             ("nvfp4+sweep+sweep", r"\+sweep comes on top of another search"),

@@ -213,7 +213,9 @@ def test_store_takes_strided_inputs_and_formats_and_head_dims_of_their_own():
     check_store(latent, rotary, torch.tensor([31, 32, 40]), "nvfp4", "fp8_e4m3", 41)
 
 
-@pytest.mark.parametrize("name", ["mxfp4+sweep", "test_nvfp4_block32+sweep", "fp8_e5m2+rotated", "nvfp4+centred"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4+sweep", "test_nvfp4_block32+sweep", "fp8_e5m2+rotated", "nvfp4+centred", "int8+rotated"]
+)
 def test_store_of_further_derived_formats(name):
     key, value = spread(2, 2, 18, 96).to(BF16), spread(2, 2, 18, 64).to(BF16)
     check_store(key, value, torch.arange(18) + 3, name, name, 30)
@@ -221,7 +223,7 @@ def test_store_of_further_derived_formats(name):
 
 def test_store_chooses_the_scale_of_blocks_in_every_binade():
     x = torch.exp2(torch.linspace(-20, 14, 64)).view(1, 1, -1, 1) * torch.randn(1, 1, 64, 64)
-    for name in ("nvfp4+sweep", "nvfp4+4over6", "fp4_mx_block16+sweep"):
+    for name in ("nvfp4+sweep", "nvfp4+4over6", "fp4_mx_block16+sweep", "int8"):
         check_store(x, -x, torch.arange(64), name, name, 64)
 
 
@@ -439,6 +441,8 @@ def test_attention_with_every_head_dim(name, head_dim, query_len):
         ("nvfp4", "bf16", 80, 128),
         ("fp8_e4m3", "nvfp4", 192, 128),
         ("nvfp4", "fp8_e4m3", 112, 160),
+        ("int8", "nvfp4", 80, 128),
+        ("fp8_e4m3", "int8", 64, 96),
         *wide(
             ("bf16", "nvfp4", 192, 128),
             ("nvfp4", "nvfp4", 192, 128),
@@ -579,6 +583,7 @@ def test_attention_with_a_sink_out_of_all_proportion(sink, length, max_len):
     [
         ("fp8_e4m3+centred+rotated", "nvfp4+4over6"),
         ("nvfp4+centred+rotated+sweep", "nvfp4+centred"),
+        ("int8+centred+rotated", "int8"),
         *wide(("nvfp4+rotated", "fp8_e4m3+centred+rotated"), ("fp4_mx_block16+centred", "bf16")),
     ],
 )

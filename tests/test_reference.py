@@ -59,6 +59,31 @@ def test_fp4_mx_block_by_hand():
     assert scales == [127]
 
 
+def test_int8_by_hand():
+    # amax 127 gives a scale of 1. Ties go to the even code.
+    row = [127.0, -127.0, 0.5, 1.5, -2.5, 2.51, 126.5, 0.0, -0.4, 63.49, -63.51, 1.0, -1.0, 3.0, 4.0, 5.0]
+    codes, scales = quantize_bytes(row, "int8")
+    assert codes == [127, -127, 0, 2, -2, 3, 126, 0, 0, 63, -64, 1, -1, 3, 4, 5] and scales == [0x38]
+    # The scale is rounded up, 130 / 127 to 1.125, so that nothing saturates; the tensor scale divides it.
+    assert quantize_bytes([130.0, -13.0] * 8, "int8") == ([116, -12] * 8, [0x39])
+    assert quantize_bytes([130.0, -13.0] * 8, "int8", scale=0.25) == ([116, -12] * 8, [0x49])
+    assert quantize_bytes([127 * 449.0] * 16, "int8") == ([127] * 16, [0x7E])  # the largest scale
+    assert quantize_bytes([127 * 2.0**-12] * 16, "int8") == ([16] * 16, [0x01])  # the least
+    assert quantize_bytes([0.0, -0.0] * 8, "int8") == ([0] * 16, [0])
+    assert quantize_bytes([INF, -INF] * 8, "int8") == ([127, -127] * 8, [0x7E])
+    x = torch.ones(1, 1, 2, 16)
+    x[..., 0, 3] = NAN
+    back = round_trip(x, get_format("int8"))
+    assert back[0, 0, 0].isnan().all() and ((back[0, 0, 1] - 1).abs() <= 0.5 * 2.0**-6 * 1.001).all()
+
+
+def quantize_bytes(values, name, scale=1.0):
+    """Signed codes and the scale's byte of one row of int8."""
+    x = torch.tensor(values, dtype=torch.float32).view(1, 1, 1, -1)
+    codes, scales = reference.quantize(x, get_format(name), torch.tensor([scale]))
+    return codes.view(torch.int8).flatten().tolist(), scales.flatten().tolist()
+
+
 @pytest.mark.parametrize(
     ("amax", "byte"), [(0.0, 94), (6.0, 127), (6.0000005, 128), (3.0, 126), (12.0, 128), (1e-30, 94), (INF, 254)]
 )
@@ -105,7 +130,7 @@ def test_infinity_saturates_nvfp4_and_survives_e8m0():
     assert round_trip(x, get_format("fp4_mx_block16")).unique().tolist() == [-INF]
 
 
-@pytest.mark.parametrize("name", format_names()[:5])
+@pytest.mark.parametrize("name", [*format_names()[:5], "int8"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_error_floor(name, head_dim):
     """Signal to noise of Gaussian values, against what the number of mantissa bits gives (6.02 dB a bit)."""
@@ -113,7 +138,7 @@ def test_error_floor(name, head_dim):
     x = torch.randn(2, 2, 40, head_dim)
     error = round_trip(x, get_format(name)) - x
     sqnr = 10 * torch.log10(x.square().mean() / error.square().mean())
-    floor = {"bf16": 53, "fp8_e4m3": 31, "fp8_e5m2": 25, "nvfp4": 20, "fp4_mx_block16": 18.5}[name]
+    floor = {"bf16": 53, "fp8_e4m3": 31, "fp8_e5m2": 25, "nvfp4": 20, "fp4_mx_block16": 18.5, "int8": 41}[name]
     assert floor < sqnr < floor + 5
 
 

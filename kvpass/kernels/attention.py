@@ -253,10 +253,10 @@ def _attention_kernel(
     key_codes += batch_head * max_len * KEY_ROW
     value_codes += batch_head * max_len * VALUE_ROW
     tiles = tl.cdiv(max_len, 32)
-    if KEY_PACKED:
-        key_block_scale += batch_head * tiles * (KEY_DIM // KEY_BLOCK * 32)
-    if VALUE_PACKED:
-        value_block_scale += batch_head * tiles * (VALUE_DIM // VALUE_BLOCK * 32)
+    if key_block_scale is not None:
+        key_block_scale += batch_head * tiles * ((KEY_DIM + KEY_BLOCK - 1) // KEY_BLOCK * 32)
+    if value_block_scale is not None:
+        value_block_scale += batch_head * tiles * ((VALUE_DIM + VALUE_BLOCK - 1) // VALUE_BLOCK * 32)
     if mask is not None:
         mask += batch * mask_batch_stride
         mask_row = mask

@@ -282,6 +282,28 @@ def choose_block_scale(
 
 
 @triton.jit
+def encode_int8(x, factor):
+    """Rows of fp32 ``[rows, values]`` as two's complement of one e4m3 scale a row, at or above what ``amax`` needs.
+
+    ``factor`` is ``[rows]``, the tensor scale. Returns uint8 codes and the bits of the scales, ``[rows]``.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # sorts like the values, and NaN above all of them
+    amax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
+    wanted = tl.math.div_rn(tl.math.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32)), factor)
+    bits = encode_float8(wanted, "e4m3")
+    is_below = decode_float8(bits, "e4m3", False).to(tl.float32) < wanted
+    bits = tl.minimum(bits.to(tl.int32) + is_below.to(tl.int32), 0x7E)
+    bits = tl.where(amax != amax, 0x7F, bits).to(tl.uint8)
+    divisor = decode_float8(bits, "e4m3", False).to(tl.float32) * factor
+    is_usable = (divisor > 0)[:, None]  # neither 0 nor NaN
+    code = tl.math.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
+    code = tl.where(is_usable, tl.minimum(tl.maximum(code, -127.0), 127.0), 0.0)
+    # A sum with this is rounded to an integer, which is in its lowest bits.
+    rounded = (code + 12582912.0).to(tl.int32, bitcast=True)
+    return (rounded & 0xFF).to(tl.uint8), bits
+
+
+@triton.jit
 def rotate(x, BLOCK: tl.constexpr, NORM: tl.constexpr):
     """Rows of fp32 ``[rows, values]`` times the rotation of :func:`kvpass.reference.rotate`, in the same order of sums.
 
@@ -341,7 +363,8 @@ def load_values(
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
     slots = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, WIDTH)
-    is_read = (slots < end)[:, None]
+    is_slot = (slots < end)[:, None]
+    is_read = is_slot
     if ROW != WIDTH:
         is_read &= (columns < ROW)[None, :]
     packed = tl.load(codes + (slots[:, None] * ROW + columns[None, :]), mask=is_read, other=0)
@@ -358,11 +381,17 @@ def load_values(
             block_scale + (tile * (BLOCKS * 32) + block * 32 + tl.arange(0, 32)[None, None, :]), mask=is_tile, other=0
         )
         scale_bits = untile(scale_bits)
-        scale_bits = tl.where((slots < end)[:, None], scale_bits, 0)
+        scale_bits = tl.where(is_slot, scale_bits, 0)
         scale = decode_block_scale(scale_bits, BLOCK_SCALE, DTYPE, NATIVE)
         scale = tl.broadcast_to(scale[:, :, None], (BLOCK_N, BLOCKS_PADDED, PER_SCALE)).reshape(BLOCK_N, WIDTH)
         even, odd = decode_e2m1(packed, DTYPE, NATIVE)
         return even * scale, odd * scale
+    elif CODEC == "int8":
+        tile = tl.arange(0, BLOCK_N // 32)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+        row_bits = untile(tl.load(block_scale + start + tile, mask=start + tile // 32 * 32 < end, other=0))
+        row_scale = decode_block_scale(tl.where(is_slot, row_bits, 0), BLOCK_SCALE, DTYPE, NATIVE)
+        value = packed.to(tl.int8, bitcast=True).to(DTYPE) * row_scale  # 7 and 4 bits, at most 127 * 448: exact in fp16
+        return value, value
     elif CODEC == "bf16":
         if DTYPE == tl.bfloat16:
             return packed, packed

@@ -55,8 +55,8 @@ def _dequantize_kernel(
 
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
     codes += batch_head * max_len * ROW
-    if CODEC == "e2m1":
-        block_scale += batch_head * tl.cdiv(max_len, 32) * (HEAD_DIM // BLOCK * 32)
+    if block_scale is not None:
+        block_scale += batch_head * tl.cdiv(max_len, 32) * ((HEAD_DIM + BLOCK - 1) // BLOCK * 32)
     first, second = load_values(
         codes, block_scale, start, end, CODEC, BLOCK_SCALE, BLOCK, HEAD_DIM, WIDTH, BLOCK_N, tl.float32, NATIVE
     )

@@ -13,6 +13,7 @@ from kvpass.kernels.codecs import (
     constexprs,
     encode_e2m1,
     encode_float8,
+    encode_int8,
     on_device,
     padded_width,
     rotate,
@@ -110,6 +111,14 @@ def _store_rows(
         block = tl.arange(0, BLOCKS_PADDED)[None, :]
         tile_offset = (batch_head * tiles + slot // 32) * (BLOCKS * 32) + scale_slot(slot)
         tl.store(block_scale + tile_offset[:, None] + block * 32, scale_bits, mask=is_stored & (block < BLOCKS))
+    elif CODEC == "int8":
+        factor = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+        if scale is not None:
+            factor *= tl.load(scale + head)
+        row_codes, row_bits = encode_int8(value, factor)
+        tl.store(out, row_codes, mask=is_code)
+        row_offset = (batch_head * tl.cdiv(max_len, 32) + slot // 32) * 32 + scale_slot(slot)
+        tl.store(block_scale + row_offset, row_bits, mask=(slot >= 0) & (slot < max_len))
     else:
         if scale is not None:
             value = tl.math.div_rn(value, tl.broadcast_to(tl.load(scale + head)[:, None], value.shape))
