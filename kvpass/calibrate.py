@@ -41,9 +41,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpass import reference
-from kvpass.cache import QuantizedCache, QuantizedLayer
+from kvpass.cache import QuantizedCache
 from kvpass.config import PRESETS, ConfigLike, KVQuantConfig
 from kvpass.formats import KVFormat, format_names, unknown_name
+from kvpass.layers import QuantizedLayer
 from kvpass.pretrained import add_model_arguments, load_model
 from kvpass.scale_files import Scale
 from kvpass.scales import KVScales, LayerScales

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache
 
-from kvpass.cache import Lengths, QuantizedCache, QuantizedLayer
+from kvpass.cache import QuantizedCache
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
 from kvpass.formats import KVBuffers, KVFormat
+from kvpass.layers import Lengths, QuantizedLayer
 
 
 class QuantizedEncoderDecoderCache(EncoderDecoderCache):

@@ -170,8 +170,9 @@ class KVFormat:
 
     @property
     def learns_scale(self) -> bool:
-        """Whether the first tokens give a tensor scale that nobody else gives (:func:`kvpass.cache.scale_of`): where it
-        moves block scales within what e4m3 can tell apart. A wider codec has room for every usual K and V with 1."""
+        """Whether the first tokens give a tensor scale that nobody else gives (:func:`kvpass.first_tokens.scale_of`):
+        where it moves block scales within what e4m3 can tell apart. A wider codec has room for every usual K and V with
+        1."""
         return self.tensor_scale and self.block_scale == "e4m3"
 
     @property

@@ -24,8 +24,9 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer, StaticCache, StaticLayer
 
+from kvpass.architecture import check_attention, layers_of_transformers
 from kvpass.backend import NotFusedError, forget_reports, reports_for
-from kvpass.cache import QuantizedCache, check_attention, layers_of_transformers
+from kvpass.cache import QuantizedCache
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.devices import Ranks, Substitutes, offloaded, on_this_rank, ranks_of, substitutes

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvpass import ops, reference
-from kvpass.cache import FIRST_TOKENS, learn
 from kvpass.config import LayerConfig
+from kvpass.first_tokens import FIRST_TOKENS, learn
 from kvpass.formats import KVBuffers, get_format
 
 # Attributes that hold data; every other one can be asked of a tensor without storage, and so can these methods.
@@ -60,7 +60,7 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
 
     Both become :class:`ReleasedBuffer`; where they already are, nothing happens. Centres and tensor scales that are not
-    given are taken from the first tokens that are there (:func:`kvpass.cache.learn`).
+    given are taken from the first tokens that are there (:func:`kvpass.first_tokens.learn`).
 
     Raises:
         ValueError: The cache was quantized in other formats before.

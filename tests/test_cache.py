@@ -13,8 +13,9 @@ from transformers import (
 )
 
 from kvpass import reference
-from kvpass.cache import QuantizedCache, scale_of
+from kvpass.cache import QuantizedCache
 from kvpass.config import PRESETS, KVQuantConfig
+from kvpass.first_tokens import scale_of
 from kvpass.formats import KVFormat, format_names, get_format, register_format
 from kvpass.scale_files import Scale
 from kvpass.scales import KVScales, LayerScales

@@ -13,8 +13,8 @@ import transformers
 from architectures import DECODERS, ENCODER_DECODERS
 from trial import try_architecture
 
-from kvpass import cache
-from kvpass.cache import QuantizedLayer
+from kvpass import layers
+from kvpass.layers import QuantizedLayer
 
 # A K or V of a later layer that rounds the other way to bf16, or a router whose near-tie falls the other way.
 ROUNDING = 5e-3
@@ -37,7 +37,7 @@ def short_rings_of_poison(monkeypatch):
                 buffers.block_scale.fill_(0xFF)
 
     monkeypatch.setattr(QuantizedLayer, "lazy_initialization", poisoned)
-    monkeypatch.setattr(cache, "SPARE_SLOTS", 4)
+    monkeypatch.setattr(layers, "SPARE_SLOTS", 4)
 
 
 @pytest.mark.parametrize("architecture", [*DECODERS, *ENCODER_DECODERS], ids=lambda a: a.name)

@@ -10,10 +10,11 @@ from test_fx_passes import GROUP, SLOTS, capture, quantized_layer, repeat_kv, st
 from torch import nn
 from torch.nn import functional as F
 
-from kvpass.cache import QuantizedCache, QuantizedLayer
+from kvpass.cache import QuantizedCache
 from kvpass.config import KVQuantConfig
 from kvpass.fx_passes.match import DEQUANTIZE, STORE, Exact, Rejected, Site, find_sites
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
+from kvpass.layers import QuantizedLayer
 
 HEADS = 2 * GROUP
 LEFT_OF_NOTHING = {torch.matmul, operator.matmul, F.softmax, torch.softmax, F.dropout, DEQUANTIZE, "expand", "max"}

@@ -10,12 +10,12 @@ from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from kvpass import reference
-from kvpass.cache import QuantizedLayer
 from kvpass.config import KVQuantConfig
 from kvpass.fx_passes.match import DEQUANTIZE, FLEX, LATENT, STORE, Exact, Rejected, Site, find_sites, why_none
 from kvpass.fx_passes.report import describe
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
 from kvpass.fx_passes.sdpa import SDPA
+from kvpass.layers import QuantizedLayer
 
 SLOTS, GROUP = 32, 3
 FP8_NVFP4 = KVQuantConfig(key_format="fp8_e4m3", value_format="nvfp4")

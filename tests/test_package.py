@@ -22,6 +22,8 @@ LAYERS = (
     ("checkpoint", "scale_files", "scales", "config", "reference"),
     ("kernels",),
     ("ops",),
+    ("architecture", "first_tokens"),
+    ("layers",),
     ("cache", "encoder_decoder", "static_cache", "fx_passes"),
     ("backend", "calibrate", "devices"),
     ("hf", "accuracy", "bench"),
@@ -30,9 +32,10 @@ LAYERS = (
 )
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # Caches and passes know each other by the names of operators alone.
+CACHES = ("layers", "cache", "encoder_decoder", "static_cache")
 FORBIDDEN = {
-    *[(cache, "fx_passes") for cache in ("cache", "encoder_decoder", "static_cache")],
-    *[("fx_passes", cache) for cache in ("cache", "encoder_decoder", "static_cache")],
+    *[(cache, "fx_passes") for cache in CACHES],
+    *[("fx_passes", cache) for cache in CACHES],
     ("kernels", "reference"),
 }
 

@@ -9,11 +9,12 @@ from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, Mist
 
 import kvpass
 from kvpass import ops
-from kvpass.cache import SPARE_SLOTS, QuantizedCache
+from kvpass.cache import QuantizedCache
 from kvpass.formats import format_names
 from kvpass.fx_passes.match import DEQUANTIZE, UNROLL, Rejected, Site, find_sites
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
 from kvpass.fx_passes.sdpa import SDPA
+from kvpass.layers import SPARE_SLOTS
 
 FORMATS = format_names()[:5]
 WINDOW, LONGEST = 16, 112

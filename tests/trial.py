@@ -16,9 +16,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import kvpass
 from kvpass import hf
-from kvpass.cache import HybridLayer, QuantizedLayer
 from kvpass.fx_passes.match import Match, Rejected, Site, find_sites
 from kvpass.fx_passes.rewrite import rewrite
+from kvpass.layers import HybridLayer, QuantizedLayer
 
 ROWS, PROMPT, TOKENS, SLOTS = 3, 12, 27, 32
 PADDING = (0, 3, 9)

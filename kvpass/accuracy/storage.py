@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvpass.cache import QuantizedCache, QuantizedLayer
+from kvpass.cache import QuantizedCache
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
+from kvpass.layers import QuantizedLayer
 
 PREFILL = 256  # tokens of the prefill from which a format takes what it takes from a first prefill
 BITS_AT = 2048  # tokens at which bits per value are counted

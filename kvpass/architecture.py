@@ -1,0 +1,99 @@
+"""What a model's configuration says of its cache: the kinds of its layers, and which models cannot have ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import (
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+# Models with a sliding-window cache whose masks know nothing of the window: they rely on the cache dropping tokens.
+_MASKS_WITHOUT_WINDOW = (
+    *("kyutai_speech_to_text", "moonshine_streaming", "moshi"),
+    *("inkling_text", "inkling2_text", "inkling2_loop_text", "zaya"),
+)
+# Models that cannot have a cache of a fixed size in the place of their own, and why.
+_WIDTH = "works with no static cache: it {} by the width of K"
+_NO_STATIC_CACHE = {
+    "bloom": "makes its biases (alibi) as wide as the cache while it reads a prompt, and K has no such width then",
+    "cpmant": _WIDTH.format("places its biases"),
+    "gpt_neo": _WIDTH.format("counts tokens"),
+    "minimax": "makes a cache of its own kind, which cannot be replaced",
+}
+
+_AS_THEY_ARE = tuple(
+    getattr(cache_utils, name) for name in ("LinearAttentionLayer", "DummyLayer") if hasattr(cache_utils, name)
+)
+_PLAIN = (StaticLayer, StaticSlidingWindowLayer)
+_HYBRIDS = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
+
+
+def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list[Any]:
+    """What transformers itself would cache each layer of the model in, after checking that all can be held."""
+    check_attention(config)
+    if in_every_layer(config, "num_attention_heads") is None:
+        raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
+    if reason := _NO_STATIC_CACHE.get(config.model_type):
+        raise NotImplementedError(f"{config.model_type} {reason}")
+    try:
+        layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+    except KeyError as error:
+        raise NotImplementedError(
+            f"{config.model_type}: transformers has no static cache for layers of type {error}"
+        ) from error
+    known = {*_PLAIN, *_HYBRIDS, *_AS_THEY_ARE}
+    for index, layer in enumerate(layers):
+        if type(layer) not in known:
+            raise NotImplementedError(
+                f"{config.model_type}: layer {index} needs a {type(layer).__name__}, which keeps more than K and V; "
+                f"supported are {', '.join(sorted(kind.__name__ for kind in known))}"
+            )
+        if getattr(layer, "is_sliding", False) and config.model_type in _MASKS_WITHOUT_WINDOW:
+            raise NotImplementedError(
+                f"{config.model_type}: its masks leave the sliding window to the cache, and a ring needs it in the mask"
+            )
+    if not any(map(holds_attention, layers)):
+        raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
+    return layers
+
+
+def head_dim_of(config: PreTrainedConfig) -> int | None:
+    """The head_dim of every layer, where the configuration tells it plainly; None where it must be seen."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return None  # latent attention: K and V have other widths
+    width, heads = in_every_layer(config, "hidden_size"), in_every_layer(config, "num_attention_heads")
+    return in_every_layer(config, "head_dim", "d_kv") or (width // heads if width and heads else None)
+
+
+def in_every_layer(config: PreTrainedConfig, *names: str) -> int | None:
+    """The first of these attributes that is set, if it is the same number in every layer; else None."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    found = {next((v for name in names if (v := getattr(layer, name, None)) is not None), None) for layer in layers}
+    value = found.pop() if len(found) == 1 else None
+    return value if isinstance(value, int) else None
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Raise ``NotImplementedError`` for an attention implementation that would attend to empty slots."""
+    implementation = config._attn_implementation
+    if implementation not in (None, "sdpa", "eager", "flex_attention"):
+        raise NotImplementedError(
+            f"attention implementation {implementation!r} takes no mask over a static cache, so it would attend to "
+            "empty slots; load the model with attn_implementation='sdpa'"
+        )
+
+
+def holds_attention(layer: Any) -> bool:
+    """Whether a layer of transformers' static cache holds K and V (beside states of linear attention, or alone)."""
+    return type(layer) in (*_PLAIN, *_HYBRIDS)
+
+
+def is_hybrid(layer: Any) -> bool:
+    """Whether a layer of transformers' static cache holds K and V and states of linear attention."""
+    return type(layer) in _HYBRIDS
