@@ -62,7 +62,7 @@ def kvquant(
     uses_cache = any(str(node.target).startswith("kvpass.") for node in gm.graph.nodes) or bool(sites)
     stacks = find_stacks(gm.graph, example_inputs) if uses_cache and config.stack_linears else []
     devices = tuple(sorted({str(x.device) for x in example_inputs if isinstance(x, Tensor) and x.is_cuda}))
-    report = describe(gm.graph, matches, config, stacks, devices)
+    report = describe(matches, config, stacks, devices)
     _remember(report, example_inputs)
     _complain(report, config.strict)
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 
 from kvpass import reference
 from kvpass.config import KVQuantConfig
-from kvpass.fx_passes.match import DEQUANTIZE, FLEX, LATENT, STORE, Exact, Rejected, Site, find_sites, why_none
+from kvpass.fx_passes.match import DEQUANTIZE, LATENT, STORE, Exact, Rejected, Site, find_sites
 from kvpass.fx_passes.report import describe
 from kvpass.fx_passes.rewrite import ATTENTION, rewrite
 from kvpass.fx_passes.sdpa import SDPA
@@ -71,7 +71,7 @@ def capture(module, *args, config=FP8_NVFP4):
 
     def backend(gm, inputs):
         matches = find_sites(gm.graph)
-        found["matches"], found["report"] = matches, describe(gm.graph, matches, config)
+        found["matches"], found["report"] = matches, describe(matches, config)
         copy = torch.fx.GraphModule(gm, torch.fx.Graph())
         nodes = {}
         copy.graph.output(copy.graph.graph_copy(gm.graph, nodes))
@@ -229,7 +229,8 @@ def test_a_repeated_cache_that_something_else_reads_too_is_reported():
 
 
 def test_why_a_graph_has_nothing_to_fuse():
-    assert "holds no attention" in why_none(torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph)
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    assert "holds no attention" in str(describe(find_sites(graph), FP8_NVFP4))
 
 
 def test_layers_are_named(tiny_llama):
@@ -320,11 +321,6 @@ def test_latent_attention_is_named(family, implementation):
     config._attn_implementation = implementation
     (reasons,) = reasons_in_decode(getattr(transformers, f"{family}ForCausalLM")(config).eval())
     assert reasons == [f"K {LATENT}"] * 2
-
-
-def test_flex_attention_is_named(tiny_llama):
-    reasons = reasons_in_decode(tiny_llama(attn_implementation="flex_attention"))
-    assert FLEX in sum(reasons, [])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What an attention in a Dynamo graph computes, in whichever form it is written.
 
-:mod:`kvpass.fx_passes.sdpa` and :mod:`kvpass.fx_passes.eager` each recognize one form; :mod:`kvpass.fx_passes.match`
-decides what can be fused.
+:mod:`kvpass.fx_passes.sdpa`, :mod:`kvpass.fx_passes.eager` and :mod:`kvpass.fx_passes.flex` each recognize one form;
+:mod:`kvpass.fx_passes.match` decides what can be fused.
 """
 
 from __future__ import annotations

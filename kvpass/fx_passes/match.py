@@ -28,7 +28,7 @@ from torch._guards import TracingContext
 import kvpass.ops  # noqa: F401  the operators below are registered there
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
-from kvpass.fx_passes import eager, sdpa
+from kvpass.fx_passes import eager, flex, sdpa
 from kvpass.fx_passes.forms import Added, Attention, Unrecognized, example, name_of
 
 STORE = torch.ops.kvpass.store.default
@@ -40,7 +40,6 @@ LATENT = (
     "is stored quantized, and expanded in full at every step"
 )
 MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
-FLEX = "it uses flex attention, which is not fused; load the model with attn_implementation='sdpa'"
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Mat
     accounted: set[fx.Node] = set()
     ends: set[fx.Node] = set()  # a read that gets here has a match that speaks for it
     config = config or KVQuantConfig()
-    for found in (*sdpa.find(graph), *eager.find(graph)):
+    for found in (*sdpa.find(graph), *eager.find(graph), *flex.find(graph)):
         match = _match_attention(found, config) if isinstance(found, Attention) else _match_unrecognized(found)
         if match is None:
             continue
@@ -171,17 +170,6 @@ def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Mat
             matches.append(Rejected(node, layer_of(node), _why_not_attention(others or read.users.keys())))
     order = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(matches, key=lambda match: order[match.attention])
-
-
-def why_none(graph: fx.Graph) -> str:
-    """Why a graph in which :func:`find_sites` finds nothing has nothing to fuse."""
-    names = {str(getattr(node.target, "__name__", node.target)) for node in graph.nodes}
-    if "flex_attention" in names:
-        return FLEX
-    return (
-        "it holds no attention that is recognized: the model has none, or a graph break cut it apart "
-        "(TORCH_LOGS=graph_breaks shows where)"
-    )
 
 
 def layer_of(node: fx.Node) -> str:
@@ -298,8 +286,6 @@ def _why_not_attention(users: Iterable[fx.Node]) -> str:
         behind = behind.union(*(user.users for user in behind))
     names, later = ({name_of(user) for user in nodes} for nodes in (direct, behind))
     reason = f"the decoded cache is read by {', '.join(sorted(names)) or 'nothing'}, not by an attention"
-    if "flex_attention" in names:
-        return FLEX
     if later & {"bmm", "baddbmm"}:
         return f"{reason} that is recognized: its product has batch and heads in one dimension (bmm)"
     if "matmul" in later and "output" in later:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from kvpass import ops
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
 from kvpass.fx_passes.forms import example
-from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead, why_none
+from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ class GraphReport:
 
 
 def describe(
-    graph: fx.Graph,
     matches: Sequence[Match],
     config: KVQuantConfig,
     stacks: Sequence[Sequence[fx.Node]] = (),
     devices: tuple[str, ...] = (),
 ) -> GraphReport:
-    """The report of ``matches`` and ``stacks``, found in ``graph``, which have been or are about to be fused."""
+    """The report of a graph's ``matches`` and ``stacks``, which have been or are about to be fused."""
     linears = sum(map(len, stacks)), len(stacks)
     if not matches:
-        return GraphReport((), why_none(graph), linears, devices)
+        why = "it holds no attention that is recognized: the model has none, or a graph break cut it apart "
+        return GraphReport((), why + "(TORCH_LOGS=graph_breaks shows where)", linears, devices)
     return GraphReport(tuple(_describe(match, config) for match in matches), None, linears, devices)
 
 
@@ -113,7 +114,8 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
         kv_heads, head_dim = int(example(read.source).shape[1]), int(example(read.source).shape[3])
         names.append(fmt.name)
         nbytes += fmt.bytes_per_token(kv_heads, head_dim)
-    mask = example(match.added[0].node) if match.added else None
+    masks = sorted((example(added.node) for added in match.added), key=lambda mask: mask.dtype == torch.bool)
+    mask = masks[0] if masks else None  # together they are what the first of these is
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.keep_first
     call = (example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])

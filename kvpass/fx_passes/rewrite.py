@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -106,16 +107,22 @@ def rewrite(
 
 
 def _mask(graph: fx.Graph, site: Site) -> fx.Node | None:
-    """All that is added to the scores of ``site``, as one node of four dimensions."""
-    total = None
+    """All that is added to the scores of ``site`` or hides them, as one node of four dimensions."""
+    total: fx.Node | None = None
+    visible: fx.Node | None = None
     for added in site.added:
         term = added.node
         if missing := 4 - example(term).dim():
             term = graph.call_function(operator.getitem, (term, (None,) * missing))
+        if example(added.node).dtype == torch.bool:
+            visible = term if visible is None else graph.call_function(torch.logical_and, (visible, term))
+            continue
         if added.factor != 1.0:
             term = graph.call_function(torch.mul, (term, added.factor))
         total = term if total is None else graph.call_function(torch.add, (total, term))
-    return total
+    if total is None or visible is None:
+        return visible if total is None else total
+    return graph.call_function(torch.where, (visible, total, -math.inf))
 
 
 def _replacements(graph: fx.Graph, buffer: fx.Node, fields: Sequence[str]) -> dict[str, fx.Node]:
