@@ -22,7 +22,7 @@ from kvpass.scales import KVScales
 
 
 class QuantizedCache(Cache):
-    """A static KV cache in FP8 or FP4.
+    """A static KV cache in FP8, FP4 or int8.
 
     Args:
         config: The model's configuration. Layers of full, sliding-window and chunked attention are quantized; states

@@ -43,6 +43,7 @@ from transformers.cache_utils import Cache
 from kvpass import reference
 from kvpass.cache import QuantizedCache
 from kvpass.config import PRESETS, ConfigLike, KVQuantConfig
+from kvpass.devices import ranks_of
 from kvpass.formats import KVFormat, format_names, unknown_name
 from kvpass.layers import QuantizedLayer
 from kvpass.pretrained import add_model_arguments, load_model
@@ -100,9 +101,14 @@ def calibrate(
     Raises:
         ValueError: A bad argument; data without a token; K or V with NaN or infinity; a ``resume`` of another
             calibration.
-        NotImplementedError: A kind of model that is not supported.
+        NotImplementedError: A kind of model that is not supported, or one that is split among ranks.
     """
     _check_arguments(data, tokenizer, method, per, percentile, window, batch_size)
+    if (ranks := ranks_of(model)).size > 1:
+        raise NotImplementedError(
+            f"the model is split among {ranks.size} tensor-parallel ranks, each of which would measure its own heads; "
+            "calibrate the whole model, and enable gives each rank its scales"
+        )
     config = KVQuantConfig.of(format)
     model_config: Any = model.config
     text_config = model_config.get_text_config(decoder=True)

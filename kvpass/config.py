@@ -105,7 +105,7 @@ class KVQuantConfig:
             ``model.layers.<index>.self_attn`` or of its type in the model's ``layer_types``. Later entries win.
         skip_layers: Selectors of layers kept in bf16; they win over ``layers``.
         scales: A :class:`kvpass.KVScales`, the path of a JSON file with scales, or its content. None for 1.0, and for
-            those of nvfp4 and the centres that the first tokens of a prompt give.
+            those of nvfp4 and int8 and the centres that the first tokens of a prompt give.
         stack_linears: Compute linear layers that read the same input (q, k and v; gate and up) as one. Their weights
             are moved into one tensor, of which the parameters become views, until :func:`kvpass.disable`;
             ``save_pretrained`` works all the same, ``safetensors.torch.save_model`` does not.

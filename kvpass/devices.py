@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ class Substitutes:
         self._sharded: list[Any] = []
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
         self._depth = 0
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._lock = threading.Lock()
 
     def add(self, entries: dict[str, Any], name: str, value: Any) -> None:
         """Have ``entries[name]`` be ``value``, or be no entry where that is ``_ABSENT``."""
@@ -120,23 +123,31 @@ class Substitutes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this they are in place; a ``generate`` inside of another changes nothing."""
-        self._depth += 1
-        before = []
-        try:
+        """Within this they are in place: until the last ``generate`` ends of those inside each other or in threads."""
+        with self._lock:
+            self._depth += 1
             if self._depth == 1:
                 for entries, name, value in self._entries:
-                    before.append((entries, name, entries.get(name, _ABSENT)))
+                    self._before.append((entries, name, entries.get(name, _ABSENT)))
                     _set(entries, name, value)
+        try:
             yield
         finally:
-            self._depth -= 1
-            for entries, name, value in before:
-                _set(entries, name, value)
+            with self._lock:
+                self._depth -= 1
+                while self._before and not self._depth:
+                    _set(*self._before.pop())
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a ``generate`` uses them now."""
+        return self._depth > 0
 
 
 def substitutes(model: Any, known: Substitutes | None) -> Substitutes:
     """What ``model`` is to compute with while it generates: ``known``, unless it was dispatched or split anew."""
+    if known is not None and known.is_in_place:
+        return known
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     sharded = _sharded_linears(model)
     made_for = [*(module._hf_hook for module in hooked), *(module.weight for module, _ in sharded)]
@@ -145,7 +156,8 @@ def substitutes(model: Any, known: Substitutes | None) -> Substitutes:
     made = Substitutes(made_for)
     # A hook that does more, such as bringing weights from the CPU, must go on doing so.
     if all(type(module._hf_hook).__name__ == "AlignDevicesHook" and not module._hf_hook.offload for module in hooked):
-        parts = {model.get_submodule(name) for name in getattr(model, "hf_device_map", None) or {}}
+        named = dict(model.named_modules())  # the map may name single parameters, too
+        parts = {named[name] for name in getattr(model, "hf_device_map", None) or {} if name in named}
         for module in hooked:
             plain = module._old_forward
             is_own = getattr(plain, "__func__", None) is type(module).forward
@@ -170,6 +182,7 @@ def _set(entries: dict[str, Any], name: str, value: Any) -> None:
 def _moving(hook: Any) -> Callable[..., Any]:
     """A forward pre-hook that brings arguments to the device that ``hook``, accelerate's, is for."""
     device, skip = torch.device(hook.execution_device), hook.skip_keys or ()
+    skip = (skip,) if isinstance(skip, str) else skip
 
     def moving(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return _to(args, device), {name: x if name in skip else _to(x, device) for name, x in kwargs.items()}

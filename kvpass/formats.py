@@ -84,11 +84,11 @@ class KVFormat:
         name: What users write, and the only part of a format that crosses an operator's schema.
         codec: Key of :data:`CODECS`.
         block_scale: Encoding of the scale shared by ``block`` neighbouring values of ``head_dim``: ``none``, ``e4m3``
-            (``e4m3(amax / 6 / tensor_scale)``) or ``e8m0`` (a power of two by ``scale_rule``).
+            (of e2m1 ``e4m3(amax / 6 / tensor_scale)``; of int8 the e4m3 number at or above ``amax / 127 /
+            tensor_scale``: next to so many codes, what saturates would weigh more than a coarser step) or ``e8m0`` (a
+            power of two by ``scale_rule``).
         block: Values per block scale, or :data:`WHOLE_HEAD`; 0 without block scales.
         tensor_scale: Whether one fp32 factor per KV head multiplies every value as well.
-            An e4m3 scale of int8 is the one at or above ``amax / 127 / tensor_scale``: next to so many codes, what
-            saturates would weigh more than a coarser step.
         scale_rule: Which power of two is an e8m0 block scale: ``ceil``, the one at or above ``amax / 6``, with which
             nothing saturates; or ``floor``, the one at or below ``amax / 4``, by the OCP Microscaling specification,
             which also rounds ties of values to even rather than away from zero.

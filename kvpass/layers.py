@@ -192,12 +192,13 @@ class QuantizedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token. The buffers, and CUDA graphs recorded over them, stay valid."""
-        self.is_empty, self.eager_reads = True, 0
+        self.is_empty, self.eager_reads, self.behind = True, 0, 0
         if self.is_initialized and self.leads:
             self.last_position.fill_(-1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest ``-tokens_to_remove`` tokens; :meth:`QuantizedCache.crop` checks that it can be done."""
+        self.behind = 0
         if self.is_initialized and self.leads:
             self.last_position.add_(tokens_to_remove)
 

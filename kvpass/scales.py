@@ -189,10 +189,15 @@ class KVScales:
                 same for each of ``tp_size`` ranks.
 
         Raises:
-            ValueError: What SGLang's schema cannot express.
+            ValueError: What the schema cannot express: SGLang's has one scale per layer, and ours no scales by rank.
         """
         if schema not in ("kvpass", "sglang"):
             raise ValueError(unknown_name("schema", schema, ["kvpass", "sglang"]))
+        if self.ranks and (schema, tp_size) != ("sglang", len(self.ranks)):
+            raise ValueError(
+                f"{self.source} has scales for {len(self.ranks)} ranks: write them with schema='sglang', "
+                f"tp_size={len(self.ranks)}, or one rank's, which shard(tp_rank, tp_size) takes"
+            )
         values = self.to_dict() if schema == "kvpass" or self.ranks else self._to_sglang(tp_size)
         write_whole(Path(path), json.dumps(values, indent=1) + "\n")
 
@@ -308,7 +313,15 @@ class KVScales:
         return replace(self, layers=layers, tp_size=tp_size)
 
     def shared(self) -> KVScales:
-        """One scale per layer for K and V and all heads: the largest of each layer, with which nothing saturates."""
+        """One scale per layer for K and V and all heads: the largest of each layer, with which nothing saturates.
+
+        Raises:
+            ValueError: These are the scales of several ranks; :meth:`shard` takes one's.
+        """
+        if self.ranks:
+            raise ValueError(
+                f"{self.source} has scales for {len(self.ranks)} ranks; shard(tp_rank, tp_size) takes one's"
+            )
 
         def largest(layer: LayerScales) -> LayerScales:
             one = replace(layer.key, scale=(max(layer.key.scale + layer.value.scale),), centre=None)
@@ -345,7 +358,9 @@ class KVScales:
                 (low, first), (high, last) = min(found), max(found)
                 lines.append(f"{name} {low:.4g} (layer {first}) to {high:.4g} (layer {last})")
         granularity = "per head" if any(len(i.key.scale) > 1 for i in self.layers) else "per tensor"
-        return f"{len(self.layers)} layers, {granularity}, from {self.source}: {', '.join(lines) or 'none needed'}"
+        of_first = f", of the first of {len(self.ranks)} ranks" if self.ranks else ""
+        found_in = f"from {self.source}{of_first}"
+        return f"{len(self.layers)} layers, {granularity}, {found_in}: {', '.join(lines) or 'none needed'}"
 
     def __repr__(self) -> str:
         return f"<KVScales of {self}>"

@@ -623,3 +623,17 @@ def test_a_layer_counts_its_own_tokens_within_a_forward(tiny_llama, compiled):
     step = torch.compile(forward, backend="eager") if compiled else forward
     for length in (3, 4, 5):
         assert [(int(a), int(b)) for a, b in step(x[:, :, :1])] == [(length, length + 1)] * len(cache)
+
+
+def test_a_forward_that_was_interrupted_leaves_no_layer_behind(tiny_llama):
+    config = tiny_llama().config
+    cache = QuantizedCache(config, "bf16", max_cache_len=16)
+    x = torch.randn(1, config.num_key_value_heads, 3, config.head_dim)
+    for index in range(len(cache)):
+        cache.update(x, x, index)
+    cache.update(x, x, 0)  # and an error before the next layer
+    cache.crop(-3)
+    assert [int(cache.get_seq_length(index)) for index in range(len(cache))] == [3] * len(cache)
+    cache.update(x, x, 0)
+    cache.reset()
+    assert [int(cache.get_seq_length(index)) for index in range(len(cache))] == [0] * len(cache)

@@ -18,6 +18,7 @@ from kvpass import reference
 from kvpass.cache import QuantizedCache
 from kvpass.calibrate import add_arguments, run
 from kvpass.config import KVQuantConfig
+from kvpass.devices import Ranks
 from kvpass.formats import get_format
 from kvpass.scales import KVScales
 from kvpass.windows import token_batches
@@ -453,3 +454,9 @@ class TestTransforms:
         assert KVScales.from_json(tmp_path / "kv.json") == scales
         cache = filled(model, KVQuantConfig.from_file(tmp_path / "kv.json"), data[0][None])
         assert torch.equal(cache.layers[1].value.centre, torch.tensor(scales[1].value.centre))
+
+
+def test_a_model_that_is_split_among_ranks_is_refused(tiny_llama, monkeypatch):
+    monkeypatch.setattr("kvpass.calibrate.ranks_of", lambda model: Ranks(0, 2, 2))
+    with pytest.raises(NotImplementedError, match="split among 2 tensor-parallel ranks"):
+        kvpass.calibrate(tiny_llama(), [torch.arange(8)])

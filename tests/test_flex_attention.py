@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import Architecture
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from trial import MIXED, _pass_alone
 
 import kvpass
@@ -64,6 +64,9 @@ def dense():
 
 
 BIAS = torch.linspace(-3, 3, 2 * 6 * 32).view(2, 6, 1, 32)
+TABLE = torch.linspace(-2, 2, 12)  # shorter than the cache: of the slots that are visible alone
+SLOPES = torch.linspace(0, 1, 6)
+SLOT = torch.arange(32)
 
 
 def softcap(score, *index):
@@ -100,7 +103,19 @@ def run(score_mod=None, block_mask=None, attend=None):
 
 @pytest.mark.parametrize(
     ("score_mod", "cap", "bias"),
-    [(None, 0.0, 0.0), (softcap, 2.0, 0.0), (biased, 0.0, BIAS), (capped_and_biased, 2.0, BIAS)],
+    [
+        (None, 0.0, 0.0),
+        (softcap, 2.0, 0.0),
+        (lambda s, b, h, q, n: -2 * torch.tanh(s / -2), 2.0, 0.0),
+        (biased, 0.0, BIAS),
+        (capped_and_biased, 2.0, BIAS),
+        (lambda s, b, h, q, n: s + (n > 6), 0.0, (SLOT > 6).float()),
+        (lambda s, b, h, q, n: s + (n - 11), 0.0, SLOT - 11.0),
+        (lambda s, b, h, q, n: s + SLOPES[h] * (n - 11), 0.0, SLOPES[:, None, None] * (SLOT - 11)),
+        (lambda s, b, h, q, n: s + SLOPES[h], 0.0, 0.0),
+        (lambda s, b, h, q, n: s + TABLE[n], 0.0, TABLE[SLOT.clamp(max=11)]),
+        (lambda s, b, h, q, n: s + TABLE[11 - n], 0.0, TABLE[(11 - SLOT).clamp(min=0)]),
+    ],
 )
 def test_functions_of_the_scores(score_mod, cap, bias):
     out, (query, key, value), matches = run(score_mod, visible())
@@ -108,6 +123,20 @@ def test_functions_of_the_scores(score_mod, cap, bias):
     scores = 0.3 * query @ key.repeat_interleave(3, 1).mT
     scores = cap * torch.tanh(scores / cap) if cap else scores
     weights = (scores + bias).masked_fill(~dense(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, weights @ value.repeat_interleave(3, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_blocks_that_are_not_listed_are_hidden(full):
+    """Whatever the mask function says; blocks of 8 slots, of which the first and the third are listed."""
+    counts, blocks = torch.tensor([[[2]]]), torch.tensor([[[[2, 0, 1, 3]]]])
+    listed = (torch.zeros_like(counts), blocks, counts, blocks) if full else (counts, blocks)
+    block_mask = BlockMask.from_kv_blocks(*(x.int() for x in listed), BLOCK_SIZE=(128, 8), seq_lengths=(1, 32))
+    out, (query, key, value), matches = run(None, block_mask)
+    assert [type(match) for match in matches] == [Site]
+    weights = 0.3 * query @ key.repeat_interleave(3, 1).mT
+    hidden = (SLOT // 8 == 1) | (SLOT >= 12)
+    weights = weights.masked_fill(hidden, -torch.inf).softmax(-1)
     torch.testing.assert_close(out, weights @ value.repeat_interleave(3, 1), rtol=1e-4, atol=1e-4)
 
 
@@ -129,6 +158,14 @@ def doubled(score, *index):
     return 2 * score
 
 
+def scaled_bias(score, batch, head, query, slot):
+    return torch.add(score, BIAS[batch, head, query, slot], alpha=0.1)
+
+
+def floored(score, *index):
+    return 2.0 * torch.tanh(torch.div(score, 2.0, rounding_mode="floor"))
+
+
 def looked_up_by_row(score, batch, head, query, slot):
     return score + BIAS[batch][head, query, slot]
 
@@ -137,10 +174,12 @@ def looked_up_by_row(score, batch, head, query, slot):
     ("score_mod", "reason"),
     [
         (doubled, "its score_mod does more than to cap scores and to add to them"),
+        (scaled_bias, "its score_mod does more than to cap scores and to add to them"),
+        (floored, "its score_mod does more than to cap scores and to add to them"),
         (looked_up_by_row, "its functions use getitem, of which it is not known to work element by element"),
     ],
 )
-def test_other_functions_of_the_scores_are_named(monkeypatch, score_mod, reason):
+def test_other_functions_of_the_scores_are_named(score_mod, reason):
     matches = reasons(lambda q, k, v: flex_attention(q, k, v, score_mod, visible(), scale=0.3, enable_gqa=True))
     assert [reason in match.reason for match in matches] == [True], matches
 

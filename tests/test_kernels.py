@@ -537,6 +537,46 @@ def test_what_a_mask_hides_from_a_whole_chunk_is_not_read():
     assert torch.equal(launch_attention(query, key, value, *arguments), before) and not before.isnan().any()
 
 
+def test_a_mask_of_more_than_two_billion_elements():
+    """Of a prompt's chunk over a long cache: as `as_strided` has it, 64 rows of 2**26 each."""
+    key, value = (make_cache("fp8_e4m3", 1, 2, 64, 64, 64) for _ in range(2))
+    query, positions = torch.randn(1, 4, 64, 64, dtype=BF16), torch.arange(64)
+    large = torch.zeros(64 << 26, dtype=torch.bool, device=DEVICE).as_strided((1, 1, 64, 64), (0, 0, 1 << 26, 1))
+    small = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.5
+    large.copy_(small)
+    outputs = [
+        launch_attention(query, key, value, positions, mask, 0.125, False, "fp8_e4m3", "fp8_e4m3")
+        for mask in (large, small)
+    ]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
+def test_rows_that_see_nothing_but_sinks_in_several_shares(name):
+    """Of a chunk: a whole tile of rows, for which the mask leaves no slot to read."""
+    mask = torch.ones(1, 1, 8, 400, dtype=torch.bool)
+    mask[:, :, :4] = False
+    check_attention(
+        name, query_len=8, length=390, max_len=400, batch=1, kv_heads=1, group=16, mask=mask,
+        sinks=torch.linspace(-2, 3, 16),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "nvfp4"])
+def test_what_is_kept_may_be_far_larger_than_the_rest(name):
+    """First tokens are outliers; scales that were measured without them are not theirs."""
+    fmt = get_format(name)
+    x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(1)).mul(0.3).clamp(-0.9, 0.9)
+    x[:, :, 0] *= 30
+    buffers = fmt.allocate_like(x, scale=torch.tensor([1 / fmt.range, 1 / fmt.range]), keep=4)
+    reference.write(buffers, fmt, x, torch.arange(40))
+    query, last = torch.randn(1, 2, 1, 64, dtype=FP16) / 8, torch.tensor([39])
+    out = launch_attention(query, to_device(buffers), to_device(buffers), last, None, 0.125, False, name, name)
+    decoded = reference.dequantize(buffers, fmt, torch.float64)
+    exact = reference.attention(query.double(), decoded, decoded, last, None, 0.125, False)
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=2e-3, atol=2e-3)
+
+
 def test_attention_with_a_mask_and_causal():
     check_attention(query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)["left padding"], is_causal=True)  # fmt: skip # noqa: E501
 

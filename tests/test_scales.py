@@ -175,6 +175,18 @@ class TestSGLangSchema:
         with pytest.raises(ValueError, match="scales for 2 tensor-parallel ranks, and the model runs on 4"):
             KVScales.from_dict(values, tp_size=4)
 
+    def test_all_ranks_are_not_taken_for_the_first(self, tmp_path):
+        values = {"0": {"0": 1.0, "1": 1.0}, "1": {"0": 2.0, "1": 2.0}}
+        scales = KVScales.from_dict({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": values}}, "kv.json")
+        with pytest.raises(ValueError, match="kv.json has scales for 2 ranks"):
+            scales.shared()
+        for options in ({}, {"schema": "sglang", "tp_size": 4}):
+            with pytest.raises(ValueError, match="for 2 ranks: write them with schema='sglang', tp_size=2"):
+                scales.to_json(tmp_path / "out.json", **options)
+        scales.to_json(tmp_path / "out.json", schema="sglang", tp_size=2)
+        assert KVScales.from_json(tmp_path / "out.json") == scales
+        assert "of the first of 2 ranks" in str(scales)
+
     def test_ranks_with_different_layers(self):
         values = sglang([[1.0, 1.0], [1.0]])
         with pytest.raises(ValueError, match="the ranks do not have scales for the same layers"):

@@ -173,6 +173,33 @@ def test_tensors_move_where_a_part_begins(tiny_llama):
     assert [index for index, before in zip(seen, [None, *seen], strict=False) if index != before] == list(range(6))
 
 
+def test_calls_that_overlap_end_in_any_order(tiny_llama):
+    """In threads, or one inside another: what is in place stays until the last has ended."""
+    model = dispatched(tiny_llama())
+    hooked = model.lm_head.forward
+    one = devices.substitutes(model, None)
+    first, second = one.in_place(), one.in_place()
+    first.__enter__()
+    assert devices.substitutes(model, one) is one
+    second.__enter__()
+    plain = model.lm_head.forward
+    first.__exit__(None, None, None)
+    assert model.lm_head.forward == plain != hooked
+    second.__exit__(None, None, None)
+    assert model.lm_head.forward == hooked
+
+
+def test_a_map_that_names_a_parameter(tiny_llama):
+    """As accelerate makes it for a parameter that no part holds."""
+    model = tiny_llama()
+    model.model.image_newline = torch.nn.Parameter(torch.zeros(4))
+    model = dispatched(model)
+    model.hf_device_map["model.image_newline"] = "cpu"
+    kvpass.enable(model, "nvfp4")
+    tp.generate(model)
+    assert kvpass.report(model).fused == 2
+
+
 def test_an_error_puts_the_hooks_back(tiny_llama, stopped):
     model = dispatched(tiny_llama())
     forwards = [module.forward for module in model.modules()]

@@ -1,10 +1,10 @@
 """Recognize flex attention (``torch.nn.attention.flex_attention``).
 
-Its mask is a function of one batch row, head, query token and slot, beside a table of blocks that follows from it;
-another such function changes each score. Both are graphs of their own. What the fused attention needs of them is
-written into the graph that calls them, for all slots at once: such a function works element by element, so that it may
-as well be given index tensors that broadcast. Where nothing is fused afterwards these nodes are dead, and the compiler
-drops them.
+Its mask is a function of one batch row, head, query token and slot, and a table of the blocks in which something is
+visible; another such function changes each score. The functions are graphs of their own. What the fused attention needs
+of them is written into the graph that calls them, for all slots at once: such a function works element by element, so
+that it may as well be given index tensors that broadcast. Where nothing is fused afterwards these nodes are dead, and
+the compiler drops them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def _recognize(graph: fx.Graph, node: fx.Node, out: fx.Node) -> Attention:
             mask = _written_out(graph, mask_mod, index, mask_buffers)
             if not _is_always_true(mask):
                 added.append(Added(mask))
+            added += _blocks(graph, block_mask, index)
             softcap, biases = _score_mod(graph, score_mod, index, score_buffers)
             added += map(Added, biases)
     except _Obstacle as reason:
@@ -108,7 +109,7 @@ def _score_mod(
     at = _result(body)
     depends = _dependents(score)
     terms = []  # a number among them moves all scores alike
-    while isinstance(at, fx.Node) and at.target in _ADDS and len(at.args) == 2:
+    while isinstance(at, fx.Node) and at.target in _ADDS and len(at.args) == 2 and not at.kwargs:
         own, other = sorted(at.args, key=lambda x: x not in depends)
         if own not in depends or other in depends:
             break
@@ -118,19 +119,57 @@ def _score_mod(
     if at is not score and (softcap := _softcap(at, score)) == 0.0:
         raise _Obstacle("its score_mod does more than to cap scores and to add to them")
     known = dict(zip(rest, (*index, *buffers), strict=True))
-    return softcap, [_copied(graph, term, known) for term in terms if isinstance(term, fx.Node)]
+    biases = [_copied(graph, term, known) for term in terms if isinstance(term, fx.Node)]
+    return softcap, [_as_bias(graph, bias, index) for bias in biases if example(bias).dim()]
+
+
+def _as_bias(graph: fx.Graph, term: fx.Node, index: list[fx.Node]) -> fx.Node:
+    """``term`` as floating numbers, which a boolean would not be taken for, one for each slot."""
+    if not example(term).dtype.is_floating_point:
+        term = _call(graph, "to", (term, torch.float32), op="call_method")
+    *before, last = example(term).shape
+    slots = example(index[3]).shape[3]
+    return term if last == slots else _call(graph, "expand", (term, (*before, slots)), op="call_method")
+
+
+def _blocks(graph: fx.Graph, block_mask: Any, index: list[fx.Node]) -> list[Added]:
+    """What the table of blocks hides, whatever the mask function says; nothing where one block holds all."""
+    counts, blocks, full_counts, full_blocks = block_mask[2:6]
+    query_size, slot_size = block_mask[-3:-1]
+    length, slots = example(index[2]).shape[2], example(index[3]).shape[3]
+    if query_size >= length and slot_size >= slots:
+        return []
+    total = None
+    for count, places in ((counts, blocks), (full_counts, full_blocks)):
+        if count is None:
+            continue
+        columns = example(places).shape[-1]
+        order = _call(graph, torch.arange, (columns,), {"device": example(places).device})
+        is_listed = _call(graph, torch.lt, (order, _call(graph, operator.getitem, (count, (..., None)))))
+        listed = _call(graph, torch.where, (is_listed, places, columns))  # the others in a column that is cut off
+        listed = _call(graph, "to", (listed, torch.int64), op="call_method")
+        table = _call(graph, "new_zeros", (is_listed, (*example(places).shape[:-1], columns + 1)), op="call_method")
+        table = _call(graph, torch.scatter, (table, -1, listed, True))
+        total = table if total is None else _call(graph, torch.logical_or, (total, table))
+    for dim, size in ((2, query_size), (3, slot_size)):
+        block_of = _call(graph, operator.floordiv, (index[dim], size))
+        block_of = _call(graph, "flatten", (block_of,), op="call_method")
+        total = _call(graph, torch.index_select, (total, dim, block_of))
+    assert total is not None
+    return [Added(total)]
 
 
 def _softcap(node: Any, score: fx.Node) -> float:
-    """``c`` of ``c * tanh(score / c)``, 0 for anything else."""
-    if not (isinstance(node, fx.Node) and node.target in _MULTIPLIES and len(node.args) == 2):
+    """``c`` of ``c * tanh(score / c)``, which is even in ``c``; 0 for anything else."""
+    if not (isinstance(node, fx.Node) and node.target in _MULTIPLIES and len(node.args) == 2 and not node.kwargs):
         return 0.0
     factors: Any = sorted(node.args, key=lambda x: isinstance(x, fx.Node))
     cap, tanh = factors
     if not isinstance(cap, (int, float)) or tanh.target not in (torch.tanh, "tanh"):
         return 0.0
     (inside,) = tanh.args
-    return float(cap) if inside.target in _DIVIDES and inside.args == (score, cap) else 0.0
+    is_same = inside.target in _DIVIDES and inside.args == (score, cap) and not inside.kwargs
+    return abs(float(cap)) if is_same else 0.0
 
 
 def _result(function: fx.Graph) -> Any:
@@ -170,7 +209,10 @@ def _copied(graph: fx.Graph, result: Any, known: dict[fx.Node, fx.Node]) -> fx.N
             continue
         if not _is_elementwise(node, known):
             raise _Obstacle(f"its functions use {name_of(node)}, of which it is not known to work element by element")
-        known[node] = _call(graph, node.target, *_mapped(node, known), op=node.op)
+        args, kwargs = _mapped(node, known)
+        if node.target is operator.getitem:
+            args = _within(graph, *args)
+        known[node] = _call(graph, node.target, args, kwargs, op=node.op)
         if node is result:
             break
     return known[result]
@@ -184,6 +226,18 @@ def _is_elementwise(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
         is_one = all(isinstance(place, (int, fx.Node)) for place in places)
         return is_one and example(known[source]).dim() == len(places)
     return node.target in _ELEMENTWISE.get(node.op, ())
+
+
+def _within(graph: fx.Graph, source: fx.Node, places: Any) -> tuple[Any, ...]:
+    """Arguments of a lookup, its places brought into the tensor: of slots that the mask hides they may be outside."""
+    places = places if isinstance(places, tuple) else (places,)
+    inside = []
+    for place, size in zip(places, example(source).shape, strict=True):
+        is_range = isinstance(place, fx.Node) and place.target is operator.getitem  # one of `_indices`
+        if isinstance(place, fx.Node) and not (is_range and example(place).numel() <= size):
+            place = _call(graph, torch.clamp, (place, 0, size - 1))
+        inside.append(place)
+    return source, tuple(inside)
 
 
 def _mapped(node: fx.Node, known: dict[fx.Node, fx.Node]) -> tuple[Any, Any]:

@@ -27,8 +27,8 @@ import triton.language as tl
 from kvpass.formats import CODECS, KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
+    code_factor,
     constexprs,
-    e2m1_factor,
     interpreting,
     load_values,
     native_float8,
@@ -99,7 +99,7 @@ def _survey_kernel(
     row_tile = tl.program_id(0) % row_tiles
     batch = (tl.program_id(0) // row_tiles // heads).to(tl.int64)
     head = tl.program_id(0) // row_tiles % heads * GROUP
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # offsets into a large mask need 64 bits
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask += batch * mask_batch_stride
     offset = ((head + row % GROUP) * mask_head_stride + (row // GROUP) * mask_token_stride)[:, None]
@@ -236,8 +236,7 @@ def _attention_kernel(
     score_scale = softmax_scale * LOG2_E
     if key_scale is not None:
         score_scale *= tl.load(key_scale + kv_head)
-    if KEY_PACKED:
-        score_scale *= 1.0 / e2m1_factor(KEY_DTYPE)
+    score_scale *= 1.0 / code_factor(KEY_CODEC, KEY_DTYPE)
     score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
     if KEY_DTYPE == tl.float16:
         # Rows are moved into fp16's range by powers of two: bf16 queries may be far outside.
@@ -306,11 +305,10 @@ def _attention_kernel(
         slot = start + tl.arange(0, BLOCK_N)
         is_slot = slot < high
         if mask is not None:
-            if survey is None:
-                scores = _masked(
-                    scores, mask, mask_row, slot, mask_slot_stride, is_row, is_slot, MASK_IS_BOOL, MASK_HAS_ROWS
-                )
-            elif tl.load(survey_row + start // BLOCK_N) != _CHANGES_NOTHING:
+            is_applied = True
+            if survey is not None:
+                is_applied = tl.load(survey_row + start // BLOCK_N) != _CHANGES_NOTHING
+            if is_applied:
                 scores = _masked(
                     scores, mask, mask_row, slot, mask_slot_stride, is_row, is_slot, MASK_IS_BOOL, MASK_HAS_ROWS
                 )
@@ -342,11 +340,12 @@ def _attention_kernel(
             acc_second = tl.dot(probability, value_second, acc_second * rescale[:, None], input_precision=PRECISION)
 
     if VALUE_PACKED:
-        result = tl.interleave(acc_first, acc_second) * (1.0 / e2m1_factor(VALUE_DTYPE))
+        result = tl.interleave(acc_first, acc_second)
         value_column = tl.arange(0, 2 * VALUE_WIDTH)[None, :]
     else:
         result = acc_first
         value_column = tl.arange(0, VALUE_WIDTH)[None, :]
+    result *= 1.0 / code_factor(VALUE_CODEC, VALUE_DTYPE)
     if value_scale is not None:
         result *= tl.load(value_scale + kv_head)
     is_out = is_row[:, None] & (value_column < VALUE_DIM)
@@ -364,7 +363,8 @@ def _attention_kernel(
         partial_row = (batch_head * SPLITS + split) * rows + row
         tl.store(partial_max + partial_row, row_max, mask=is_row)
         tl.store(partial_sum + partial_row, row_sum, mask=is_row)
-        if low < high:
+        # The first share has the sinks' part of the denominator, even where the mask leaves it no slot.
+        if (low < high) | (split == 0):
             tl.store(out + partial_row[:, None] * VALUE_DIM + value_column, result, mask=is_out)
 
 

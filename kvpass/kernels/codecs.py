@@ -127,7 +127,7 @@ def _rise(low, high, even, odd, divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.c
 
 @triton.jit
 def decode_e2m1(packed, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Packed e2m1 as its even and its odd values, times ``e2m1_factor(DTYPE)``.
+    """Packed e2m1 as its even and its odd values, times ``code_factor("e2m1", DTYPE)``.
 
     Two half tiles: putting them in order again would move every value between registers, and a dot product does not
     ask for order as long as the other side has the same.
@@ -153,9 +153,10 @@ def decode_e2m1(packed, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_factor(DTYPE: tl.constexpr) -> tl.constexpr:
-    """What :func:`decode_e2m1` leaves its values multiplied by: undone in the scores or the output, never per value."""
-    if DTYPE == tl.float16:
+def code_factor(CODEC: tl.constexpr, DTYPE: tl.constexpr) -> tl.constexpr:
+    """What decoded values are left multiplied by: undone in the scores or the output, never per value. Moving the bits
+    of e2m1 does it; for int8, which reaches 127 * 448, it leaves room in fp16 for larger values that are kept."""
+    if DTYPE == tl.float16 and (CODEC == "e2m1" or CODEC == "int8"):
         return 0.015625
     else:
         return 1.0
@@ -357,8 +358,8 @@ def load_values(
         WIDTH: Codes per slot, rounded up to a power of two; what is beyond the row is zero.
 
     Returns:
-        Two ``[BLOCK_N, WIDTH]`` tiles in ``DTYPE``: for e2m1 the even and the odd values of head_dim, times
-        ``e2m1_factor(DTYPE)``; otherwise twice the same tile.
+        Two ``[BLOCK_N, WIDTH]`` tiles in ``DTYPE``, times ``code_factor(CODEC, DTYPE)``: for e2m1 the even and the odd
+        values of head_dim, otherwise twice the same tile.
     """
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
     slots = start + tl.arange(0, BLOCK_N)
@@ -390,7 +391,8 @@ def load_values(
         tile = tl.arange(0, BLOCK_N // 32)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
         row_bits = untile(tl.load(block_scale + start + tile, mask=start + tile // 32 * 32 < end, other=0))
         row_scale = decode_block_scale(tl.where(is_slot, row_bits, 0), BLOCK_SCALE, DTYPE, NATIVE)
-        value = packed.to(tl.int8, bitcast=True).to(DTYPE) * row_scale  # 7 and 4 bits, at most 127 * 448: exact in fp16
+        # 7 and 4 bits, and multiples of 2**-15 at least: exact in fp16.
+        value = packed.to(tl.int8, bitcast=True).to(DTYPE) * (row_scale * code_factor(CODEC, DTYPE)).to(DTYPE)
         return value, value
     elif CODEC == "bf16":
         if DTYPE == tl.bfloat16:
@@ -424,9 +426,7 @@ def put_kept(
     slots = (start + tl.arange(0, first.shape[0]))[:, None]
     columns = tl.arange(0, first.shape[1])[None, :]
     is_kept = slots < tl.minimum(KEEP, end)
-    factor = 1.0
-    if CODEC == "e2m1":
-        factor = e2m1_factor(DTYPE)
+    factor = code_factor(CODEC, DTYPE) * 1.0
     if scale is not None:
         factor = factor / tl.load(scale + head)
     PER_COLUMN: tl.constexpr = 2 if CODEC == "e2m1" else 1
