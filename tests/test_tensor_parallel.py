@@ -123,12 +123,12 @@ def test_scales_of_several_ranks_need_as_many(tiny_llama, tmp_path):
 # Dispatched over devices by accelerate -------------------------------------------------------------------------------
 
 
-def dispatched(model, **offloaded):
-    """``model`` with accelerate's hooks on every module, all of them for the CPU but for what ``offloaded`` says."""
+def dispatched(model, *parameters):
+    """``model`` with accelerate's hooks on every module, all of them for the CPU, as the map says of ``parameters``."""
     from accelerate import dispatch_model
 
     parts = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
-    places = dict.fromkeys(parts, "cpu") | {name.replace("_", "."): place for name, place in offloaded.items()}
+    places = dict.fromkeys([*parts, *parameters], "cpu")
     return dispatch_model(model, places, force_hooks=True, skip_keys=model._skip_keys_device_placement)
 
 
@@ -193,8 +193,7 @@ def test_a_map_that_names_a_parameter(tiny_llama):
     """As accelerate makes it for a parameter that no part holds."""
     model = tiny_llama()
     model.model.image_newline = torch.nn.Parameter(torch.zeros(4))
-    model = dispatched(model)
-    model.hf_device_map["model.image_newline"] = "cpu"
+    model = dispatched(model, "model.image_newline")
     kvpass.enable(model, "nvfp4")
     tp.generate(model)
     assert kvpass.report(model).fused == 2
