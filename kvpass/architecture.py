@@ -71,10 +71,15 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
     return in_every_layer(config, "head_dim", "d_kv") or (width // heads if width and heads else None)
 
 
+def in_layers(config: PreTrainedConfig, *names: str) -> set[Any]:
+    """The first of these attributes that is set, of each layer; None among them where none is."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return {next((v for name in names if (v := getattr(layer, name, None)) is not None), None) for layer in layers}
+
+
 def in_every_layer(config: PreTrainedConfig, *names: str) -> int | None:
     """The first of these attributes that is set, if it is the same number in every layer; else None."""
-    layers = getattr(config, "per_layer_config", None) or [config]
-    found = {next((v for name in names if (v := getattr(layer, name, None)) is not None), None) for layer in layers}
+    found = in_layers(config, *names)
     value = found.pop() if len(found) == 1 else None
     return value if isinstance(value, int) else None
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvpass.architecture import in_layers
 from kvpass.config import KVQuantConfig
 
 # Projections whose output holds K, fused with others or not.
@@ -60,8 +61,7 @@ def ranks_of(model: Any) -> Ranks:
     if not any(name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan):
         return Ranks(rank, size)
     text = model.config.get_text_config(decoder=True)
-    for layer in getattr(text, "per_layer_config", None) or [text]:
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    for heads in in_layers(text, "num_key_value_heads", "num_attention_heads"):
         if heads % size:
             raise ValueError(
                 f"the model has {heads} KV heads, which {size} tensor-parallel ranks cannot share: each would get part "

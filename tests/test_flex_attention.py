@@ -126,6 +126,14 @@ def test_functions_of_the_scores(score_mod, cap, bias):
     torch.testing.assert_close(out, weights @ value.repeat_interleave(3, 1), rtol=1e-4, atol=1e-4)
 
 
+def test_a_mask_that_is_the_same_for_all_slots():
+    hidden = torch.tensor([False, True])
+    block_mask = create_block_mask(lambda b, h, q, n: ~hidden[b], B=2, H=None, Q_LEN=1, KV_LEN=32, device="cpu")
+    out, _, matches = run(None, block_mask)
+    assert [type(match) for match in matches] == [Site]
+    assert (out[1] == 0).all() and (out[0] != 0).all()
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_blocks_that_are_not_listed_are_hidden(full):
     """Whatever the mask function says; blocks of 8 slots, of which the first and the third are listed."""

@@ -25,7 +25,7 @@ LAYERS = (
     ("architecture", "first_tokens"),
     ("layers",),
     ("cache", "encoder_decoder", "static_cache", "fx_passes"),
-    ("backend", "calibrate", "devices"),
+    ("backend", "calibrate", "devices", "model_report"),
     ("hf", "accuracy", "bench"),
     ("kvpass",),
     ("cli", "__main__"),

@@ -67,7 +67,7 @@ def _recognize(graph: fx.Graph, node: fx.Node, out: fx.Node) -> Attention:
             index = _indices(graph, query, key)
             mask = _written_out(graph, mask_mod, index, mask_buffers)
             if not _is_always_true(mask):
-                added.append(Added(mask))
+                added.append(Added(_for_every_slot(graph, mask, index)))
             added += _blocks(graph, block_mask, index)
             softcap, biases = _score_mod(graph, score_mod, index, score_buffers)
             added += map(Added, biases)
@@ -124,9 +124,16 @@ def _score_mod(
 
 
 def _as_bias(graph: fx.Graph, term: fx.Node, index: list[fx.Node]) -> fx.Node:
-    """``term`` as floating numbers, which a boolean would not be taken for, one for each slot."""
+    """``term`` as floating numbers, which a boolean would not be taken for."""
     if not example(term).dtype.is_floating_point:
         term = _call(graph, "to", (term, torch.float32), op="call_method")
+    return _for_every_slot(graph, term, index)
+
+
+def _for_every_slot(graph: fx.Graph, term: fx.Node, index: list[fx.Node]) -> fx.Node:
+    """``term`` with as many columns as there are slots, where it has one for all."""
+    if not example(term).dim():
+        raise _Obstacle("its mask_mod says the same of everything")
     *before, last = example(term).shape
     slots = example(index[3]).shape[3]
     return term if last == slots else _call(graph, "expand", (term, (*before, slots)), op="call_method")
@@ -225,6 +232,9 @@ def _is_elementwise(node: fx.Node, known: dict[fx.Node, fx.Node]) -> bool:
         places = index if isinstance(index, tuple) else (index,)
         is_one = all(isinstance(place, (int, fx.Node)) for place in places)
         return is_one and example(known[source]).dim() == len(places)
+    if node.target in ("new_ones", "new_zeros"):
+        size: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("size")
+        return size in ((), [])
     return node.target in _ELEMENTWISE.get(node.op, ())
 
 

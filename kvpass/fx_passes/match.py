@@ -138,6 +138,8 @@ Match = Site | Exact | Rejected
 def find_sites(graph: fx.Graph, config: KVQuantConfig | None = None) -> list[Match]:
     """Every attention of ``graph``, and every other read of a decoded cache, in the graph's order.
 
+    Masks of flex attention are written into ``graph`` (:mod:`kvpass.fx_passes.flex`), dead code unless fused.
+
     Args:
         config: How a ``StaticCache`` is to be stored; None for the defaults.
     """

@@ -426,7 +426,7 @@ def put_kept(
     slots = (start + tl.arange(0, first.shape[0]))[:, None]
     columns = tl.arange(0, first.shape[1])[None, :]
     is_kept = slots < tl.minimum(KEEP, end)
-    factor = code_factor(CODEC, DTYPE) * 1.0
+    factor = code_factor(CODEC, DTYPE)
     if scale is not None:
         factor = factor / tl.load(scale + head)
     PER_COLUMN: tl.constexpr = 2 if CODEC == "e2m1" else 1
