@@ -161,7 +161,7 @@ def strided(batch, heads, query_length, max_len, length):
 
 @hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 1000, 4096])
 def test_lengths(length, format, dtype):
     Case(format, dtype=dtype, length=length).check()
@@ -180,6 +180,7 @@ def test_groups(group):
     [
         ("nvfp4", "nvfp4"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3", "nvfp4"),
         ("nvfp4", "fp8_e4m3"), ("fp4_mx_block16", "fp4_mx_block16"), ("fp8_e4m3", "fp4_mx_block16"),
+        ("int8", "int8"), ("int8", "nvfp4"), ("fp4_mx_block16", "int8"),
     ],
 )  # fmt: skip
 def test_formats(key, value, head_dim):
@@ -187,8 +188,16 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("key", ["mxfp4", "nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize(("length", "mask"), [(31, None), (333, None), (333, left_padding), (4096, None)])
+def test_blocks_of_32(key, head_dim, length, mask):
+    Case(key, "mxfp4", head_dim=head_dim, length=length, mask=mask, batch=2).check()
+
+
+@hopper
 @pytest.mark.parametrize("mask", [left_padding, scattered, expanded, of_every_row, strided, added, added_biases, alibi])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16", "int8"])
 def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()
 
@@ -199,12 +208,13 @@ def test_masks(format, mask):
 def test_several_query_tokens(query_length, group, causal):
     Case(query_length=query_length, group=group, length=150, causal=causal).check()
     Case("fp8_e4m3", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
+    Case("int8", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
 
 
 @hopper
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
 @pytest.mark.parametrize("mask", [None, left_padding, of_every_row, added, added_biases])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16", "int8"])
 @pytest.mark.parametrize(
     ("length", "query_length", "head_dim"), [(20, 1, 128), (333, 1, 64), (4000, 3, 128), (77, 2, 256)]
 )
@@ -283,7 +293,7 @@ def test_same_bits_every_time():
 
 
 @hopper
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "int8"])
 def test_replay_follows_the_counter(format):
     """One captured graph serves every length: positions is read on the device."""
     case = Case(format, length=300, max_len=320)
@@ -310,6 +320,8 @@ def test_replay_follows_the_counter(format):
         ("nvfp4+centred+rotated+sweep", "nvfp4+sweep"),
         ("nvfp4+centred", "fp8_e4m3+centred+rotated"),
         ("fp4_mx_block16+rotated", "nvfp4+centred"),
+        ("int8+centred+rotated", "nvfp4+4over6"),
+        ("int8+rotated", "int8+centred"),
     ],
 )
 def test_transforms_and_kept_slots(key, value, keep):
@@ -396,7 +408,7 @@ def test_supported_shapes():
         ({"dtype": torch.float32}, "query is torch.float32"),
         ({"key": "bf16"}, "codec bf16"),
         ({"key": "fp4_mx_block16", "dtype": torch.float16}, "computes in bfloat16"),
-        ({"key": "mxfp4"}, "has blocks of 32"),
+        ({"key": "mxfp4", "head_dim": 64}, "has blocks of 32"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),
@@ -442,6 +454,9 @@ COMPILED_SHAPES = [
     ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
     ("nvfp4+centred+rotated+sweep", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 4),
     ("fp8_e4m3+centred+rotated", 128, 1, 131072, 4, None, False, 0),
+    ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 4),
+    ("int8+rotated", 64, 1, 4096, 3, None, False, 0),
+    ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
 ]
 
 

@@ -12,8 +12,8 @@ An ``m16n8k16`` product has its A operand spread over a warp so that lane ``(r, 
 cache as A:
 
 * Scores, ``S^T = K q^T``: rows are slots, columns of A are dimensions. The sum over dimensions may run in any order, so
-  lane ``(r, c)`` simply reads its share of the packed row (16 bytes in one piece: 32 e2m1 or 16 fp8 codes; 8 bytes when
-  the row is shorter) and calls them its columns. The query is brought into the same order once (:func:`_load_query`).
+  lane ``(r, c)`` simply reads its share of the packed row (16 bytes in one piece: 32 e2m1 or 16 wider codes; 8 bytes
+  when the row is shorter) and calls them its columns. The query is brought into that order once (:func:`_load_query`).
 * Output, ``O^T = V^T P^T``: rows are dimensions, columns of A are slots. Lane ``(r, c)`` reads the ``r``-th eighth of
   the rows of slots ``2 c, 2 c + 1`` (and 8, 16, 24 later), and interleaves the bytes of two neighbouring slots before
   decoding, which gives pairs (slot, slot + 1) of one dimension. Which dimension a row stands for is undone when the
@@ -35,7 +35,8 @@ those it needs for K are every other byte of 8.
 Arithmetic
 ----------
 Codes are decoded to fp16 and multiplied by their e4m3 block scale there, which is exact; e2m1 comes out as value times
-2^-14, the bits being moved and nothing converted. e8m0 block scales reach exponents that only bf16 holds, so there the
+2^-14, the bits being moved and nothing converted. int8 has one scale for a slot's whole row, which multiplies its
+scores, or its probabilities. e8m0 block scales reach exponents that only bf16 holds, so there the
 products run in bf16. Sums and softmax are fp32. Query rows are scaled by a power of two into [1, 2) before fp16, and
 every factor that is common to a head (tensor scales, 2^14, softmax scale, log2 e) multiplies scores and output only.
 A softcap takes the place of that factor of the scores; attention sinks join in the second kernel, with the parts.
@@ -68,7 +69,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kvpass.formats import KVFormat, get_format
+from kvpass.formats import WHOLE_HEAD, KVFormat, get_format
 
 TESTED_TRITON = ("3.6",)
 TRITON = ".".join(triton.__version__.split(".")[:2])
@@ -272,8 +273,12 @@ def _decode_e2m1(word: str, outs: list[str], scale: str, wide: bool) -> str:
 
 
 @gluon.constexpr_function
-def _decode_fp8(word: str, outs: list[str], codec: str) -> str:
-    """Four fp8 codes of ``word`` to two pairs: bytes 0 and 1, bytes 2 and 3."""
+def _decode_bytes(word: str, outs: list[str], codec: str) -> str:
+    """Four fp8 or int8 codes of ``word`` to two pairs of fp16: bytes 0 and 1, bytes 2 and 3."""
+    if codec == "int8":  # with its top bit turned, a byte is 128 more; behind 0x64 it is the fp16 number 1024 more
+        text = f"xor.b32 t,{word},0x80808080; mov.b32 u,0x64806480; prmt.b32 x,t,0x64646464,0x4140; "
+        text += "prmt.b32 y,t,0x64646464,0x4342; "
+        return text + f"sub.f16x2 {outs[0]},x,u; sub.f16x2 {outs[1]},y,u;\n"
     return f"mov.b32 {{p,q}},{word}; cvt.rn.f16x2.{codec}x2 {outs[0]},p; cvt.rn.f16x2.{codec}x2 {outs[1]},q;\n"
 
 
@@ -286,7 +291,7 @@ def _key_asm(codec, wide):
             text, words = text + "prmt.b32 v,$8,0,0x3120; prmt.b32 w,$9,0,0x3120;\n", ("v", "w")
         text += _decode_e2m1(words[0], ["$0", "$1", "$2", "$3"], "$10", wide)
         return text + _decode_e2m1(words[1], ["$4", "$5", "$6", "$7"], "$11", wide) + "}"
-    return _DECLARE + _decode_fp8("$4", ["$0", "$1"], codec) + _decode_fp8("$5", ["$2", "$3"], codec) + "}"
+    return _DECLARE + _decode_bytes("$4", ["$0", "$1"], codec) + _decode_bytes("$5", ["$2", "$3"], codec) + "}"
 
 
 @gluon.constexpr_function
@@ -300,7 +305,7 @@ def _value_asm(codec, wide):
         text += _decode_e2m1("v", ["$0", "$2", "$1", "$3"], "$10", wide)
         return text + _decode_e2m1("w", ["$4", "$6", "$5", "$7"], "$10", wide) + "}"
     text = _DECLARE + mix % (4, 5, 4, 5)
-    return text + _decode_fp8("v", ["$0", "$1"], codec) + _decode_fp8("w", ["$2", "$3"], codec) + "}"
+    return text + _decode_bytes("v", ["$0", "$1"], codec) + _decode_bytes("w", ["$2", "$3"], codec) + "}"
 
 
 @gluon.constexpr_function
@@ -539,6 +544,14 @@ def _load_added(row, stride, slot, length):
     return gl.load(row + slot * stride, mask=slot < length, other=0).to(gl.float32) * _LOG2E
 
 
+@gluon.jit
+def _load_row_scales(scales, tile, slot, length):
+    """The e4m3 scales of whole rows, of a tile's slots, as fp32; 0 from ``length`` on."""
+    place = ((slot >> 2) & 1) << 4 | (slot & 1) << 3 | ((slot >> 4) & 1) << 2 | ((slot >> 3) & 1) << 1 | (slot >> 1) & 1
+    bits = gl.load(scales + tile * 32 + place, mask=tile * 32 + slot < length, other=0)
+    return bits.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+
+
 # Decode kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -731,6 +744,16 @@ def _decode_kernel(
         if MASK == "added row":
             added = _load_added(mask_row, mask_stride_slot, tile * 32 + slot, length)
 
+        # Scales of rows are loaded a tile ahead too. Half of one, times a probability, is within fp16.
+        key_row_scales = key_block_scale + scale_tile * 32
+        value_row_scales = value_block_scale + scale_tile * 32
+        key_row_scale = slot
+        value_row_scale = slot
+        if K_CODEC == "int8":
+            key_row_scale = _load_row_scales(key_row_scales, tile, slot, length)
+        if V_CODEC == "int8":
+            value_row_scale = _load_row_scales(value_row_scales, tile, slot, length) * 0.5
+
         output = gl.zeros([HEAD_DIM, COLUMNS], gl.float32, _ACCUMULATOR)
         maximum = gl.full([COLUMNS], _NOTHING_SEEN, gl.float32, gl.SliceLayout(0, _ACCUMULATOR))
         total = _lane_sum(gl.zeros([32, COLUMNS], gl.float32, _ACCUMULATOR))
@@ -746,6 +769,9 @@ def _decode_kernel(
             scores = _scores(
                 key.index(buffer), key_scales.index(buffer), q, HEAD_DIM, K_CODEC, K_SCALE, K_WORDS, K_BLOCKS
             )
+            if K_CODEC == "int8":
+                scores = scores * key_row_scale[:, None]
+                key_row_scale = _load_row_scales(key_row_scales, following, slot, length)
             if softcap is not None:
                 scores = 1.0 - 2.0 / (gl.exp2(scores * inner[None, :]) + 1.0)
             if IS_ADDED:
@@ -780,6 +806,9 @@ def _decode_kernel(
             output, maximum, total = _move_maximum(scores, factor, output, maximum, total)
             p = gl.exp2(scores * factor[None, :] - maximum[None, :])
             total += _lane_sum(p)
+            if V_CODEC == "int8":
+                p = p * value_row_scale[:, None]
+                value_row_scale = _load_row_scales(value_row_scales, following, slot, length) * 0.5
             output = _weigh(
                 value.index(buffer), value_scales.index(buffer), p, output, length - tile * 32,
                 HEAD_DIM, V_CODEC, V_SCALE, V_WORDS, V_BLOCKS,
@@ -891,6 +920,13 @@ def _tile_bytes(fmt: KVFormat, head_dim: int) -> int:
     return TILE * (fmt.code_width(head_dim) + fmt.scale_width(head_dim))
 
 
+def _factor_left(value: KVFormat) -> float:
+    """What multiplies the sums of the first kernel back."""
+    if value.codec == "int8":
+        return 2.0
+    return _UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0
+
+
 def _programs_at_once(query: torch.Tensor, key: KVFormat, value: KVFormat, registers: int) -> int:
     """Programs that the device holds at the same time: registers and the two buffers of a program limit them."""
     head_dim, multiprocessors = query.shape[-1], _device(query.device.index)[1]
@@ -983,10 +1019,10 @@ def supports_shapes(
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}; takes float16 and bfloat16"
     for fmt in (key, value):
-        if fmt.codec not in ("e2m1", "e4m3", "e5m2"):
-            return f"codec {fmt.codec} of format {fmt.name!r}; takes e2m1, e4m3 and e5m2"
-        if fmt.block not in (0, 16):
-            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16"
+        if fmt.codec not in ("e2m1", "e4m3", "e5m2", "int8"):
+            return f"codec {fmt.codec} of format {fmt.name!r}; takes e2m1, e4m3, e5m2 and int8"
+        if fmt.block not in (0, 16, WHOLE_HEAD) and not (fmt.block == 32 and head_dim >= 128):
+            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16, whole heads, and 32 from head_dim 128"
         if fmt.block_scale == "e8m0" and query.dtype != torch.bfloat16:
             return f"format {fmt.name!r} computes in bfloat16, query is {query.dtype}"
     if head_dim not in (64, 128, 256) or value_dim != head_dim:
@@ -1133,7 +1169,7 @@ def attention(
             max_len,
             splits,
             kv_heads,
-            _UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0,
+            _factor_left(value),
             query,
             key_kept,
             value_kept,
