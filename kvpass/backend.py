@@ -183,7 +183,7 @@ def _example_inputs(inputs: Sequence[Input | Stacked], pairs: Sequence[StaticPai
     with fake_mode or nullcontext():
         for pair in pairs:
             pair.layer.check(before[pair.key], before[pair.value])
-            unset = LayerConfig(pair.layer.key, pair.layer.value, keep_first=pair.layer.keep_first)
+            unset = pair.layer._replace(key_scale=None, value_scale=None, key_centre=None, value_centre=None)
             buffers[pair.key], buffers[pair.value] = unset.allocate_like(before[pair.key], before[pair.value])
         return [
             source.example(before)

@@ -115,8 +115,7 @@ class QuantizedCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, QuantizedLayer):
                 old = layer.config
-                tensors = scales[index].tensors(old.key, old.value)
-                layer.set_scales(LayerConfig(old.key, old.value, *tensors, old.keep_first))
+                layer.set_scales(old._replace(**scales[index].tensors(old.key, old.value)._asdict()))
 
     def saturation(self) -> list[tuple[float, float]]:
         """For each layer the share of K, and of V, that lies at the end of its format's range: codes of an fp8

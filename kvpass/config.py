@@ -4,7 +4,8 @@ A file or dictionary has the fields of the class; only what differs from the def
 
     format: nvfp4+4over6     # of K and V; or a preset: fast, balanced, compact
     value_format: fp8_e4m3   # or apart
-    keep_first: 4            # tokens in bf16
+    keep_first: 4            # tokens in bf16, the first
+    keep_last: 8             # and the newest
     skip_layers: [0, -1]     # kept in bf16
     layers:                  # later lines win
       "4:8": fp8_e4m3
@@ -43,6 +44,7 @@ class LayerConfig(NamedTuple):
             give it (:attr:`kvpass.formats.KVFormat.learns_scale`).
         key_centre, value_centre: ``[kv_heads, head_dim]`` float32; None where the first tokens give it.
         keep_first: First slots that are kept in bf16.
+        keep_last: Newest slots that are kept in bf16.
     """
 
     key: KVFormat
@@ -52,16 +54,20 @@ class LayerConfig(NamedTuple):
     key_centre: torch.Tensor | None = None
     value_centre: torch.Tensor | None = None
     keep_first: int = 0
+    keep_last: int = 0
+
+    @property
+    def keep(self) -> int:
+        """Slots that are kept in bf16."""
+        return self.keep_first + self.keep_last
 
     def allocate_like(
         self, key: torch.Tensor, value: torch.Tensor, max_len: int | None = None
     ) -> tuple[KVBuffers, KVBuffers]:
         """Buffers for K and V, ``[batch, kv_heads, length, head_dim]``, of ``max_len`` slots rather than ``length``."""
         return (
-            self.key.allocate_like(key, max_len, scale=self.key_scale, centre=self.key_centre, keep=self.keep_first),
-            self.value.allocate_like(
-                value, max_len, scale=self.value_scale, centre=self.value_centre, keep=self.keep_first
-            ),
+            self.key.allocate_like(key, max_len, scale=self.key_scale, centre=self.key_centre, keep=self.keep),
+            self.value.allocate_like(value, max_len, scale=self.value_scale, centre=self.value_centre, keep=self.keep),
         )
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -111,10 +117,14 @@ class KVQuantConfig:
             ``save_pretrained`` works all the same, ``safetensors.torch.save_model`` does not.
         keep_first: How many of the first tokens are kept in bf16 too, and read from there: the "sink" tokens that
             every other one attends to. At most 64. In layers of full self-attention only.
+        keep_last: How many of the newest tokens are kept in bf16 too, and read from there. At most 64. In layers of
+            self-attention. A prompt that goes on in a cache is one piece: each of its tokens sees the newest of the
+            whole cache so, not those before itself.
 
     Raises:
         ValueError: An unknown format, a selector that is none of the above, scales that are not valid, a ``strict`` or
-            ``stack_linears`` that is no boolean, or a ``keep_first`` out of range.
+            ``stack_linears`` that is no boolean, or a ``keep_first`` or ``keep_last`` out of
+            range.
     """
 
     format: str = "fp8_e4m3"
@@ -125,6 +135,7 @@ class KVQuantConfig:
     skip_layers: Any = field(default=())
     scales: Any = None
     keep_first: int = 0
+    keep_last: int = 0
     stack_linears: bool = True
 
     def __post_init__(self) -> None:
@@ -141,8 +152,10 @@ class KVQuantConfig:
         for name in ("strict", "stack_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
-        if not isinstance(self.keep_first, int) or not 0 <= self.keep_first <= 64 or isinstance(self.keep_first, bool):
-            raise ValueError(f"keep_first is {self.keep_first!r}; it must be a whole number from 0 to 64")
+        for name in ("keep_first", "keep_last"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or not 0 <= count <= 64 or isinstance(count, bool):
+                raise ValueError(f"{name} is {count!r}; it must be a whole number from 0 to 64")
 
     @property
     def key(self) -> KVFormat:
@@ -185,11 +198,11 @@ class KVQuantConfig:
             ValueError: Scales without this layer, or a selector that needs to know the model.
         """
         key, value = map(get_format, self._formats_of(index, types))
+        keep = {"keep_first": self.keep_first, "keep_last": self.keep_last}
         if self.scales is None:
-            return LayerConfig(key, value, keep_first=self.keep_first)
+            return LayerConfig(key, value, **keep)
         try:
-            given = self.scales[index].tensors(key, value)._asdict()
-            return LayerConfig(key, value, **given, keep_first=self.keep_first)
+            return LayerConfig(key, value, **self.scales[index].tensors(key, value)._asdict(), **keep)
         except ValueError as error:
             raise ValueError(f"{self.scales.source}: layer {index}: {error}") from error
 

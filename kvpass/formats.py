@@ -227,7 +227,7 @@ class KVFormat:
         Args:
             scale: Tensor scale, ``[1]`` or ``[kv_heads]`` float32, copied; None for 1. Unused without a tensor scale.
             centre: ``[kv_heads, head_dim]`` float32, copied; None for 0. Unused where the format is not centred.
-            keep: First slots that are kept in bf16 too; without meaning for a bf16 format.
+            keep: Slots that are kept in bf16 too; without meaning for a bf16 format.
 
         Raises:
             ValueError: ``head_dim`` does not suit the format, or ``scale`` or ``centre`` the heads.
@@ -244,15 +244,17 @@ class KVFormat:
         elif self.tensor_scale and scale is not None:
             check_scale(scale, kv_heads)
             tensor_scale = scale.to(device).expand(kv_heads).clone()
-        own_centre = kept = None
+        own_centre = kept = kept_slots = None
         if self.centred:
             own_centre = torch.zeros(kv_heads, head_dim, dtype=torch.float32, device=device)
         if own_centre is not None and centre is not None:
             check_centre(centre, kv_heads, head_dim)
             own_centre.copy_(centre)
         if keep and self.codec != "bf16":
-            kept = torch.zeros(batch, kv_heads, min(keep, max_len), head_dim, dtype=torch.bfloat16, device=device)
-        return KVBuffers(codes, block_scale, tensor_scale, own_centre, kept)
+            rows = min(keep, max_len)
+            kept = torch.zeros(batch, kv_heads, rows, head_dim, dtype=torch.bfloat16, device=device)
+            kept_slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        return KVBuffers(codes, block_scale, tensor_scale, own_centre, kept, kept_slots)
 
     def allocate_like(self, tensor: torch.Tensor, max_len: int | None = None, **options: Any) -> KVBuffers:
         """Buffers for ``[batch, kv_heads, length, head_dim]`` tensors, of ``max_len`` slots rather than ``length``.
@@ -262,7 +264,8 @@ class KVFormat:
 
     def fields(self, keep: int = 0) -> list[str]:
         """Names of the :class:`KVBuffers` that :meth:`allocate` makes."""
-        has = (True, self.block > 0, self.tensor_scale, self.centred, keep > 0 and self.codec != "bf16")
+        keeps = keep > 0 and self.codec != "bf16"
+        has = (True, self.block > 0, self.tensor_scale, self.centred, keeps, keeps)
         return [name for name, exists in zip(KVBuffers._fields, has, strict=True) if exists]
 
 
@@ -278,8 +281,9 @@ class KVBuffers(NamedTuple):
         scale: ``[kv_heads]`` float32, multiplies every value of its head; None where the format has none.
         centre: ``[kv_heads, head_dim]`` float32, subtracted before rotation and encoding; None where the format is not
             centred.
-        kept: ``[batch, kv_heads, keep, head_dim]`` bf16, the first slots once more, centred and rotated but not
-            quantized; what is read of these slots is this. None where nothing is kept.
+        kept: ``[batch, kv_heads, keep, head_dim]`` bf16, some slots once more, centred and rotated but not quantized;
+            what is read of these slots is this. None where nothing is kept.
+        kept_slots: ``[keep]`` int32, the slot that each row of ``kept`` is of, no two alike; -1 for none.
     """
 
     codes: torch.Tensor
@@ -287,6 +291,7 @@ class KVBuffers(NamedTuple):
     scale: torch.Tensor | None = None
     centre: torch.Tensor | None = None
     kept: torch.Tensor | None = None
+    kept_slots: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -296,8 +301,7 @@ class KVBuffers(NamedTuple):
     def first(self, length: int) -> KVBuffers:
         """A view of the first ``length`` slots (of the tiles that hold them)."""
         block_scale = None if self.block_scale is None else self.block_scale[:, :, : -(-length // SCALE_TILE)]
-        kept = None if self.kept is None else self.kept[:, :, :length]
-        return self._replace(codes=self.codes[:, :, :length], block_scale=block_scale, kept=kept)
+        return self._replace(codes=self.codes[:, :, :length], block_scale=block_scale)
 
     def map_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVBuffers:
         """``change`` of every buffer whose first dimension is the batch, beside the others as they are."""

@@ -54,7 +54,10 @@ class QuantizedLayer(CacheLayerMixin):
         self.key_format, self.value_format = config.key, config.value
         self.max_cache_len, self.is_sliding = max_cache_len, window is not None
         self.window = min(window or max_cache_len, max_cache_len)
-        self.slots = min(self.window + SPARE_SLOTS, max_cache_len)
+        slots = self.window + SPARE_SLOTS
+        if config.keep_last:  # what is kept of the newest tokens is a ring too, that must go round with this one
+            slots = config.keep_first + -(-(slots - config.keep_first) // config.keep_last) * config.keep_last
+        self.slots = min(slots, max_cache_len)
         self.is_initialized = False
         self.is_empty = True
         self.eager_reads = 0
@@ -253,7 +256,8 @@ class QuantizedLayer(CacheLayerMixin):
             # A position that does not fit stays one, so that the operators see it.
             positions = torch.where(positions < self.max_cache_len, positions % self.slots, positions)
         formats = self.key_format.name, self.value_format.name
-        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats)
+        keep_first = self.config.keep_first
+        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats, keep_first)
 
     def _read(self, positions: Tensor, *sides: tuple[KVBuffers, KVFormat, torch.dtype]) -> list[Tensor]:
         """What ``sides`` decode to when the newest token is at ``positions[-1]``."""

@@ -24,9 +24,12 @@ from kvpass import reference
 from kvpass.formats import KVBuffers, get_format
 
 
+_KEPT = ("kept", "kept_slots")
+
+
 @torch.library.custom_op(
     "kvpass::store",
-    mutates_args=("key_codes", "key_block_scale", "key_kept", "value_codes", "value_block_scale", "value_kept"),
+    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
 )
 def store(
     key: Tensor,
@@ -37,20 +40,27 @@ def store(
     key_scale: Tensor | None,
     key_centre: Tensor | None,
     key_kept: Tensor | None,
+    key_kept_slots: Tensor | None,
     value_codes: Tensor,
     value_block_scale: Tensor | None,
     value_scale: Tensor | None,
     value_centre: Tensor | None,
     value_kept: Tensor | None,
+    value_kept_slots: Tensor | None,
     key_format: str,
     value_format: str,
+    keep_first: int = 0,
 ) -> None:
-    """Quantize ``key`` and ``value`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions``."""
+    """Quantize ``key`` and ``value`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions``.
+
+    What is kept in bf16 beside them (:func:`kvpass.reference.kept_rows`) is slots below ``keep_first``, and in what is
+    left of ``key_kept`` and ``value_kept`` the newest.
+    """
     _check_fits(positions, key_codes)
-    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
-    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
-    reference.write(key_buffers, get_format(key_format), key, positions)
-    reference.write(value_buffers, get_format(value_format), value, positions)
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots)
+    reference.write(key_buffers, get_format(key_format), key, positions, keep_first)
+    reference.write(value_buffers, get_format(value_format), value, positions, keep_first)
 
 
 @store.register_fake
@@ -72,6 +82,7 @@ def dequantize(
     scale: Tensor | None,
     centre: Tensor | None,
     kept: Tensor | None,
+    kept_slots: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
@@ -83,7 +94,7 @@ def dequantize(
     _check_fits(positions, codes)
     end = int(positions[-1]) + 1
     out = codes.new_zeros(_dequantized_shape(codes, format), dtype=dtype)
-    written = KVBuffers(codes, block_scale, scale, centre, kept).first(end)
+    written = KVBuffers(codes, block_scale, scale, centre, kept, kept_slots).first(end)
     out[:, :, :end] = reference.dequantize(written, get_format(format), dtype)
     return out
 
@@ -95,6 +106,7 @@ def _dequantize_fake(
     scale: Tensor | None,
     centre: Tensor | None,
     kept: Tensor | None,
+    kept_slots: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
@@ -109,13 +121,14 @@ def _dequantize_cuda(
     scale: Tensor | None,
     centre: Tensor | None,
     kept: Tensor | None,
+    kept_slots: Tensor | None,
     positions: Tensor,
     format: str,
     dtype: torch.dtype,
 ) -> Tensor:
     from kvpass.kernels.dequantize import dequantize as launch
 
-    return launch(codes, block_scale, scale, centre, kept, positions, format, dtype)
+    return launch(codes, block_scale, scale, centre, kept, kept_slots, positions, format, dtype)
 
 
 @torch.library.custom_op("kvpass::attention", mutates_args=())
@@ -126,11 +139,13 @@ def attention(
     key_scale: Tensor | None,
     key_centre: Tensor | None,
     key_kept: Tensor | None,
+    key_kept_slots: Tensor | None,
     value_codes: Tensor,
     value_block_scale: Tensor | None,
     value_scale: Tensor | None,
     value_centre: Tensor | None,
     value_kept: Tensor | None,
+    value_kept_slots: Tensor | None,
     positions: Tensor,
     mask: Tensor | None,
     scale: float,
@@ -150,16 +165,16 @@ def attention(
     end = int(positions[-1]) + 1
     if mask is not None and mask.shape[-1] < end:
         raise ValueError(f"the mask covers {mask.shape[-1]} slots, but the newest token is in slot {end - 1}")
-    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept).first(end)
-    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept).first(end)
-    key = reference.dequantize(key_buffers, get_format(key_format))
-    value = reference.dequantize(value_buffers, get_format(value_format))
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots)
+    key = reference.dequantize(key_buffers.first(end), get_format(key_format))
+    value = reference.dequantize(value_buffers.first(end), get_format(value_format))
     return reference.attention(query, key, value, positions, mask, scale, is_causal, softcap, sinks)
 
 
 @attention.register_fake
 def _attention_fake(query: Tensor, *args: object) -> Tensor:
-    value_codes, value_format = args[5], args[15]
+    value_codes, value_format = args[6], args[17]
     assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
     return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
 
@@ -168,7 +183,7 @@ def _attention_fake(query: Tensor, *args: object) -> Tensor:
 def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
     from kvpass.kernels.attention import attention as launch
 
-    _check_softmax(query, *args[16:])
+    _check_softmax(query, *args[18:])
     return launch(query, *args)
 
 
@@ -178,7 +193,7 @@ def _no_gradient(context: object, *gradients: Tensor) -> tuple[None, ...]:
         raise NotImplementedError(
             "kvpass::attention is for inference: it has no gradient; run it under torch.no_grad()"
         )
-    return (None,) * 19
+    return (None,) * 21
 
 
 attention.register_autograd(_no_gradient)

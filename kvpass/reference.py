@@ -162,16 +162,46 @@ def _squared_error(blocks: torch.Tensor, amax: torch.Tensor, divisor: torch.Tens
     return torch.where(amax * inverse > reach, torch.inf, error)
 
 
-def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.Tensor) -> None:
-    """Quantize ``x`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions`` (``[length]`` int64)."""
+def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.Tensor, keep_first: int = 0) -> None:
+    """Quantize ``x`` (``[batch, kv_heads, length, head_dim]``) into the slots ``positions`` (``[length]`` int64), and
+    keep those that :func:`kept_rows` says."""
     x = transform(x, fmt, buffers.centre)
     codes, block_scale = quantize(x, fmt, buffers.scale)
     buffers.codes.index_copy_(2, positions, codes)
     if block_scale is not None and buffers.block_scale is not None:
         _write_scales(buffers.block_scale, block_scale, positions)
-    if buffers.kept is not None:
-        is_kept = positions < buffers.kept.shape[2]
-        buffers.kept.index_copy_(2, positions[is_kept], x[:, :, is_kept].to(torch.bfloat16))
+    if buffers.kept is not None and buffers.kept_slots is not None:
+        rows = kept_rows(positions, buffers.kept.shape[2], keep_first, buffers.codes.shape[2])
+        is_kept = rows >= 0
+        buffers.kept_slots[torch.isin(buffers.kept_slots, positions)] = -1  # rows of what is overwritten
+        buffers.kept_slots[rows[is_kept]] = positions[is_kept].int()
+        buffers.kept.index_copy_(2, rows[is_kept], x[:, :, is_kept].to(torch.bfloat16))
+
+
+def kept_rows(positions: torch.Tensor, keep: int, keep_first: int, max_len: int) -> torch.Tensor:
+    """Where the tokens of one call are kept in bf16.
+
+    Slots below ``keep_first`` have a row each. The others share what is left, the ``keep - keep_first`` newest at a
+    time: slot ``s`` has row ``keep_first + (s - keep_first) % (keep - keep_first)`` until a newer one needs it. So each
+    slot that is written takes its row, or leaves it to a later one of the same call: no row is ever of another token
+    than the one its slot holds.
+
+    Args:
+        positions: ``[length]`` int64: consecutive slots; in a ring, the first follows the last of ``max_len``, and
+            ``max_len - keep_first`` is a multiple of ``keep - keep_first``.
+
+    Returns:
+        ``[length]`` int64: rows, no two alike; -1 for what is not kept.
+    """
+    keep_first = min(keep_first, keep)
+    newest = keep - keep_first
+    is_first = positions < keep_first
+    if not newest:
+        return torch.where(is_first, positions, -1)
+    last = positions[-1].clamp(min=keep_first - 1, max=max_len - 1)
+    age = (last - positions) % (max_len - keep_first)
+    row = keep_first + (positions - keep_first) % newest
+    return torch.where(is_first, positions, torch.where(age < newest, row, -1))
 
 
 def scale_rows(block_scale: torch.Tensor, length: int) -> torch.Tensor:
@@ -222,7 +252,7 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
     Returns:
         ``[batch, kv_heads, max_len, head_dim]`` in ``dtype``; the arithmetic is fp32.
     """
-    codes, block_scale, scale, centre, kept = buffers
+    codes, block_scale, scale, centre, kept, kept_slots = buffers
     if fmt.codec == "bf16":
         return codes.to(dtype)
     if fmt.codec in _FLOAT8:
@@ -238,8 +268,9 @@ def dequantize(buffers: KVBuffers, fmt: KVFormat, dtype: torch.dtype = torch.flo
         value = value * of_blocks.repeat_interleave(fmt.block, dim=-1)[..., : value.shape[-1]]
     if fmt.tensor_scale:
         value = value * _per_head(scale)
-    if kept is not None:
-        value[:, :, : kept.shape[2]] = kept.float()
+    if kept is not None and kept_slots is not None:
+        is_read = (kept_slots >= 0) & (kept_slots < codes.shape[2])
+        value[:, :, kept_slots[is_read].long()] = kept[:, :, is_read].float()
     if fmt.rotated:
         value = rotate(value)
     if fmt.centred:

@@ -35,10 +35,12 @@ class ReleasedBuffer(Tensor):
     Attributes:
         buffers: Where the data is.
         format: The format's name.
+        keep_first: First slots that are kept in bf16.
     """
 
     buffers: KVBuffers
     format: str
+    keep_first: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,13 +79,20 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     first = key[:, :, :FIRST_TOKENS]
     is_written = (first != 0).transpose(0, 2).flatten(1).any(1)  # transformers makes its buffers of zeros
     learn(config, *new, first, value, is_written)
-    ops.store(key, value, slots, *new[0], *new[1], config.key.name, config.value.name)
+    settings = config.key.name, config.value.name, config.keep_first
+    ops.store(key, value, slots, *new[0], *new[1], *settings)
+    if config.keep_last:  # of the tokens that are there, not of the last slots
+        last = torch.where((key != 0).transpose(0, 2).flatten(1).any(1), slots, 0).amax()
+        newest = (last + 1 - config.keep_last).clamp(min=0) + slots[: config.keep_last]
+        tokens = (x.index_select(2, newest) for x in (key, value))
+        ops.store(*tokens, newest, *new[0], *new[1], *settings)
     for tensor, buffers, fmt in ((key, new[0], config.key), (value, new[1], config.value)):
         for buffer in buffers.tensors():
             torch._dynamo.mark_static_address(buffer)
         tensor.data = _hollow(tensor)
         tensor.__class__ = ReleasedBuffer
         tensor.buffers, tensor.format = buffers, fmt.name  # type: ignore[attr-defined]
+        tensor.keep_first = config.keep_first  # type: ignore[attr-defined]
 
 
 def _hollow(tensor: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ def _eager(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target.buffers.centre.zero_()
         return target
     if target is not None and _name(func) == "index_copy_" and len(args) == 4 and args[1] == 2:
-        reference.write(target.buffers, get_format(target.format), args[3], args[2])
+        reference.write(target.buffers, get_format(target.format), args[3], args[2], target.keep_first)
         return target
     if _writes_to(func, args, kwargs, ReleasedBuffer) or _name(func) == "data_ptr":
         raise RuntimeError(

@@ -31,7 +31,8 @@ hopper = lambda test: gpu[0](gpu[1](test))  # noqa: E731
 
 
 def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device, keep=0):
-    """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others."""
+    """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others; a third of ``keep`` slots
+    are the first, the others the newest."""
     fmt = get_format(name)
     buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu", keep=keep)
     for tensor in (buffers.codes, buffers.block_scale):
@@ -45,7 +46,7 @@ def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device, keep=
         buffers.kept.fill_(torch.nan)
     spread = torch.randint(-3, 3, (batch, kv_heads, length, head_dim // 16, 1)).float().exp2()
     x = (torch.randn(batch, kv_heads, length, head_dim // 16, 16) * spread).flatten(-2)
-    reference.write(buffers, fmt, x, torch.arange(length))
+    reference.write(buffers, fmt, x, torch.arange(length), (keep + 2) // 3)
     return KVBuffers(*(None if t is None else t.to(device) for t in buffers))
 
 
@@ -341,7 +342,7 @@ def test_rows_that_see_nothing_are_zero_with_a_centre_too():
     assert (out[1] == 0).all() and (out[0] != 0).any()
 
 
-@pytest.mark.parametrize(("length", "causal", "masked"), [(20, False, False), (2, False, False), (7, True, True)])
+@pytest.mark.parametrize(("length", "causal", "masked"), [(20, False, False), (3, False, False), (7, True, True)])
 def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked):
     """The second kernel alone, in triton's interpreter, with parts worked out here."""
     import triton
@@ -354,9 +355,12 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
     rows, scale, unpacked = group * tokens, 0.125, 2.0**14
     key, value = torch.randn(2, batch, kv_heads, length, dim)
     kept_key, kept_value = (torch.full((batch, kv_heads, keep, dim), torch.nan).bfloat16() for _ in range(2))
-    for kept, x in ((kept_key, key), (kept_value, value)):
-        x[:, :, :keep] = x[:, :, :keep].bfloat16().float()
-        kept[:, :, :length] = x[:, :, :keep]
+    kept_slots = torch.tensor([0, 1, length - 1, -1 if length < 4 else 2], dtype=torch.int32)
+    is_kept = torch.zeros(length, dtype=torch.bool)
+    for row, slot in enumerate(kept_slots.tolist()):
+        for kept, x in ((kept_key, key), (kept_value, value)) if slot >= 0 else ():
+            kept[:, :, row] = x[:, :, slot] = x[:, :, slot].bfloat16().float()
+            is_kept[slot] = True
     query = torch.randn(batch, kv_heads * group, tokens, dim)
     centre, tensor_scale = torch.randn(kv_heads, dim), torch.tensor([0.5, 2.0])
     positions = torch.arange(length - tokens, length)
@@ -366,10 +370,10 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
 
     scores = query.unflatten(1, (kv_heads, group)) @ key[:, :, None].mT * (scale * 1.4426950408889634)
     visible = mask[:, None] & (torch.arange(length) <= positions[:, None] if causal else True)
-    scores = scores.masked_fill(~visible, -torch.inf)[..., keep:].flatten(2, 3)  # of what the first kernel sees
-    largest = scores.amax(-1).clamp(min=-1e30) if length > keep else torch.full((batch, kv_heads, rows), -1e30)
+    scores = scores.masked_fill(~visible | is_kept, -torch.inf).flatten(2, 3)  # of what the first kernel sees
+    largest = scores.amax(-1).clamp(min=-1e30)
     p = torch.exp2(scores - largest[..., None])
-    parts = p @ value[:, :, keep:] / (unpacked * tensor_scale.view(-1, 1, 1))
+    parts = p @ value / (unpacked * tensor_scale.view(-1, 1, 1))
     statistics = torch.stack([largest, p.sum(-1)], -1).contiguous()
     sees = visible[:, :, 0].any(-1, keepdim=True)  # of each batch row and query token
     shift = centre.repeat_interleave(group, 0)[None, :, None] * sees
@@ -377,10 +381,10 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
         out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
         hopper_decode._combine_kernel[(batch * kv_heads * rows, 2)](
             parts.contiguous(), statistics, out, tensor_scale, given, sinks, positions, 64, splits, kv_heads, unpacked,
-            query, kept_key, kept_value, mask if masked else None, scale, *query.stride()[:3],
+            query, kept_key, kept_value, kept_slots, mask if masked else None, scale, *query.stride()[:3],
             mask.stride(0), 0, mask.stride(2), mask.stride(3),
             QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim, BLOCK_SPLITS=1, BLOCK_DIM=32, TENSOR_SCALE=True,
-            CAUSAL=causal, KEEP=keep,
+            CAUSAL=causal, KEEP=keep, KEEP_AT_ONCE=2,
         )  # fmt: skip
         expected = reference.attention(query, key, value, positions, mask, scale, causal, 0.0, sinks)
         torch.testing.assert_close(out, expected + added, rtol=1e-4, atol=1e-5)
@@ -454,7 +458,7 @@ COMPILED_SHAPES = [
     ("fp8_e4m3", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
     ("nvfp4+centred+rotated+sweep", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 4),
     ("fp8_e4m3+centred+rotated", 128, 1, 131072, 4, None, False, 0),
-    ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 4),
+    ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 12),
     ("int8+rotated", 64, 1, 4096, 3, None, False, 0),
     ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
 ]

@@ -80,6 +80,11 @@ def poisoned_buffers(fmt: KVFormat, batch: int, kv_heads: int, max_len: int, hea
     return buffers
 
 
+def first_of(keep: int) -> int:
+    """Of ``keep`` slots that a test keeps, how many are the first; the others are the newest."""
+    return (keep + 1) // 2
+
+
 def to_device(buffers: KVBuffers) -> KVBuffers:
     return KVBuffers(*(None if t is None else t.to(DEVICE) for t in buffers))
 
@@ -100,6 +105,7 @@ def assert_same_bytes(actual: KVBuffers, expected: KVBuffers) -> None:
         assert not len(different), f"{len(different)} block scales differ, the first at {different[0].tolist()}"
     if expected.kept is not None:
         assert_same_values(actual.kept, expected.kept)
+        assert torch.equal(actual.kept_slots.cpu(), expected.kept_slots.cpu())
 
 
 def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,10 +117,10 @@ def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual, expected) and torch.equal(actual.signbit(), expected.signbit())
 
 
-def launch_store(key, value, positions, key_buffers, value_buffers, key_format, value_format):
+def launch_store(key, value, positions, key_buffers, value_buffers, key_format, value_format, keep_first=0):
     from kvpass.kernels.store import store
 
-    store(key, value, positions.to(DEVICE), *key_buffers, *value_buffers, key_format, value_format)
+    store(key, value, positions.to(DEVICE), *key_buffers, *value_buffers, key_format, value_format, keep_first)
 
 
 def launch_attention(query, key, value, positions, mask, *arguments, softcap=0.0, sinks=None):
@@ -135,9 +141,9 @@ def check_store(key, value, positions, key_format, value_format, max_len, keep=0
     ]
     actual = [to_device(clone(buffers)) for buffers in expected]
     fits = (positions >= 0) & (positions < max_len)
-    reference.write(expected[0], key_row, key[:, :, fits], positions[fits])
-    reference.write(expected[1], value_row, value[:, :, fits], positions[fits])
-    launch_store(key.to(DEVICE), value.to(DEVICE), positions, *actual, key_format, value_format)
+    reference.write(expected[0], key_row, key[:, :, fits], positions[fits], first_of(keep))
+    reference.write(expected[1], value_row, value[:, :, fits], positions[fits], first_of(keep))
+    launch_store(key.to(DEVICE), value.to(DEVICE), positions, *actual, key_format, value_format, first_of(keep))
     for got, wanted in zip(actual, expected, strict=True):
         assert_same_bytes(got, wanted)
 
@@ -247,9 +253,24 @@ def test_store_compares_with_the_product_as_it_is_not_as_it_is_rounded():
 
 
 @pytest.mark.parametrize("name", ["nvfp4+centred+rotated", "fp8_e4m3", "bf16"])
-def test_store_keeps_the_first_slots(name):
-    x = spread(2, 2, 7, 64).to(BF16)
-    check_store(x, x, torch.arange(7) + 2, name, name, 40, keep=4)
+@pytest.mark.parametrize("start, length, keep, max_len", [(2, 7, 4, 40), (0, 30, 9, 32), (36, 1, 8, 40), (1, 2, 8, 6)])
+def test_store_keeps_the_first_and_the_newest_slots(name, start, length, keep, max_len):
+    x = spread(2, 2, length, 64).to(BF16)
+    check_store(x, x, torch.arange(length) + start, name, name, max_len, keep=keep)
+
+
+def test_store_keeps_the_newest_slots_of_a_ring():
+    """Pieces that go round: 4 rows for 24 slots, beside 4 of the first."""
+    fmt = get_format("nvfp4")
+    expected = poisoned_buffers(fmt, 2, 2, 28, 64, 8)
+    actual = to_device(clone(expected))
+    start = 0
+    for length in (3, 22, 9, 1, 28, 2):
+        slots, x = (torch.arange(length) + start) % 28, spread(2, 2, length, 64).to(BF16)
+        reference.write(expected, fmt, x, slots, 4)
+        launch_store(x.to(DEVICE), x.to(DEVICE), slots, actual, actual, "nvfp4", "nvfp4", 4)
+        assert_same_bytes(actual, expected)
+        start += length
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "bf16"])
@@ -291,7 +312,7 @@ def test_dequantize_is_zero_past_the_length(name, length, head_dim, keep):
     fmt = get_format(name if head_dim <= 256 else name.removesuffix("+rotated"))  # 256 is as much as is rotated
     name = fmt.name
     buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim, keep)
-    reference.write(buffers, fmt, spread(2, 2, length, head_dim), torch.arange(length))
+    reference.write(buffers, fmt, spread(2, 2, length, head_dim), torch.arange(length), first_of(keep))
     actual = dequantize(*to_device(buffers), torch.arange(length, device=DEVICE), name, BF16)
     assert_same_values(actual[:, :, :length], reference.dequantize(buffers.first(length), fmt, BF16))
     assert torch.equal(actual[:, :, length:].cpu(), torch.zeros(2, 2, 70 - length, head_dim, dtype=BF16))
@@ -312,7 +333,7 @@ def make_cache(
         buffers.scale.clamp_(max=2)
     buffers = to_device(buffers)
     x = torch.randn(batch, kv_heads, length, head_dim, device=DEVICE) * (torch.rand(head_dim, device=DEVICE) + 0.3)
-    reference.write(buffers, fmt, x, torch.arange(length, device=DEVICE))
+    reference.write(buffers, fmt, x, torch.arange(length, device=DEVICE), first_of(keep))
     return buffers
 
 
@@ -571,7 +592,7 @@ def test_what_is_kept_may_be_far_larger_than_the_rest(name):
     x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(1)).mul(0.3).clamp(-0.9, 0.9)
     x[:, :, 0] *= 30
     buffers = fmt.allocate_like(x, scale=torch.tensor([1 / fmt.range, 1 / fmt.range]), keep=4)
-    reference.write(buffers, fmt, x, torch.arange(40))
+    reference.write(buffers, fmt, x, torch.arange(40), keep_first=4)
     query, last = torch.randn(1, 2, 1, 64, dtype=FP16) / 8, torch.tensor([39])
     out = launch_attention(query, to_device(buffers), to_device(buffers), last, None, 0.125, False, name, name)
     decoded = reference.dequantize(buffers, fmt, torch.float64)
@@ -619,7 +640,7 @@ def test_attention_with_a_sink_out_of_all_proportion(sink, length, max_len):
         assert (out == 0).all()
 
 
-@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("keep", [0, 6])
 @pytest.mark.parametrize(
     "key_format, value_format",
     [

@@ -22,7 +22,7 @@ def filled(key_format, value_format, device, length=33, slots=40, heads=3, dim=6
     for buffers in (key, value):
         if buffers.centre is not None:
             buffers.centre.normal_()
-    ops.store(k, v, torch.arange(length, device=device), *key, *value, key_format, value_format)
+    ops.store(k, v, torch.arange(length, device=device), *key, *value, key_format, value_format, 2)
     return k, v, key, value
 
 

@@ -314,8 +314,42 @@ def test_kept_slots_read_back_as_bf16():
     buffers = fmt.allocate(1, 2, 16, 64, "cpu", centre=torch.full((2, 64), 5.0), keep=4)
     codes = fmt.allocate(1, 2, 16, 64, "cpu", centre=torch.full((2, 64), 5.0))
     for stored in (buffers, codes):
-        reference.write(stored, fmt, x, torch.arange(9))
+        reference.write(stored, fmt, x, torch.arange(9), keep_first=3)
     error = (reference.dequantize(buffers, fmt)[:, :, :9] - x).abs()
-    assert error[:, :, :4].max() < 0.06 and error[:, :, 4:].mean() > 0.1
+    assert error[:, :, [0, 1, 2, 8]].max() < 0.06 and error[:, :, 3:8].mean() > 0.1
     assert torch.equal(buffers.codes, codes.codes)  # the quantized copy is there as well
     assert torch.equal(reference.dequantize(buffers.first(2), fmt), reference.dequantize(buffers, fmt)[:, :, :2])
+
+
+@pytest.mark.parametrize("keep_first, keep_last, max_len", [(0, 8, 40), (4, 8, 70), (4, 0, 40), (3, 5, 9), (4, 8, 10)])
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_what_is_kept_is_what_the_slots_hold(keep_first, keep_last, max_len, is_ring):
+    """Pieces of any length, some of them taken back: no row is of another token than its slot's, and the newest are
+    kept, those after a crop as far as they were."""
+    if is_ring and keep_last:
+        max_len = keep_first + -(-(max_len - keep_first) // keep_last) * keep_last
+    fmt, generator = get_format("nvfp4"), torch.Generator().manual_seed(max_len)
+    buffers = fmt.allocate(1, 1, max_len, 16, "cpu", keep=keep_first + keep_last)
+    whole = fmt.allocate(1, 1, max_len, 16, "cpu", keep=0)
+    truth, length, certain = torch.zeros(max_len, 16), 0, 0  # tokens since something was taken back
+    for _ in range(60):
+        piece = int(torch.randint(1, 13, (1,), generator=generator))
+        piece = min(piece, max_len if is_ring else max_len - length)
+        if not piece or int(torch.randint(4, (1,), generator=generator)) == 0:
+            back = min(int(torch.randint(0, 6, (1,), generator=generator)), length)
+            length, certain = length - back, 0
+            continue
+        slots = torch.arange(length, length + piece) % max_len
+        truth[slots] = x = torch.randn(piece, 16, generator=generator).bfloat16().float()
+        for stored in (buffers, whole):
+            reference.write(stored, fmt, x[None, None], slots, keep_first)
+        length, certain = length + piece, certain + piece
+        held = buffers.kept_slots[buffers.kept_slots >= 0].long()
+        assert len(held.unique()) == len(held)
+        decoded, codes = (reference.dequantize(b, fmt)[0, 0] for b in (buffers, whole))
+        is_held = torch.zeros(max_len, dtype=torch.bool)
+        is_held[held] = True
+        assert torch.equal(decoded, torch.where(is_held[:, None], truth, codes))
+        wanted = [*range(min(length, keep_first, max_len)), *range(max(0, length - min(keep_last, certain)), length)]
+        newest_wrap_the_first = is_ring and keep_first  # whose slots have rows of their own
+        assert newest_wrap_the_first or set(slot % max_len for slot in wanted) <= set(held.tolist())

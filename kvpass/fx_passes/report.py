@@ -10,7 +10,7 @@ from torch import fx
 
 from kvpass import ops
 from kvpass.config import KVQuantConfig
-from kvpass.formats import get_format
+from kvpass.formats import KVBuffers, get_format
 from kvpass.fx_passes.forms import example
 from kvpass.fx_passes.match import Exact, Match, QuantizedRead, Site, StaticRead
 
@@ -117,7 +117,7 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
     masks = sorted((example(added.node) for added in match.added), key=lambda mask: mask.dtype == torch.bool)
     mask = masks[0] if masks else None  # together they are what the first of these is
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.keep_first
+    keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.keep_first + config.keep_last
     call = (example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
     kernel = ops.attention_kernel(*call, keep, match.softcap, match.sinks is not None)
     return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)
@@ -125,5 +125,5 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
 
 def _kept(read: QuantizedRead) -> int:
     """Slots that a ``QuantizedCache`` keeps in bf16."""
-    kept = read.buffers[-1]
+    kept = read.buffers[KVBuffers._fields.index("kept")]
     return 0 if kept is None else int(example(kept).shape[2])

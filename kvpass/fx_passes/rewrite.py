@@ -70,14 +70,14 @@ def rewrite(
             pairs.append(StaticPair(before[site.key.buffer], before[site.value.buffer], layer))
             buffers = []
             for read, fmt in ((site.key, layer.key), (site.value, layer.value)):
-                placeholders = _replacements(graph, read.buffer, fmt.fields(layer.keep_first))
+                placeholders = _replacements(graph, read.buffer, fmt.fields(layer.keep))
                 position = origin.pop(read.buffer).position
                 origin |= {node: Input(position, field) for field, node in placeholders.items()}
                 buffers += [placeholders.get(field) for field in KVBuffers._fields]
             formats = (layer.key.name, layer.value.name)
             with graph.inserting_before(site.attention):
                 new_tokens = (site.key.tokens, site.value.tokens, site.key.positions)
-                graph.call_function(STORE, (*new_tokens, *buffers, *formats))
+                graph.call_function(STORE, (*new_tokens, *buffers, *formats, layer.keep_first))
         else:
             assert isinstance(site.key, QuantizedRead) and isinstance(site.value, QuantizedRead)
             buffers = [*site.key.buffers, *site.value.buffers]

@@ -150,11 +150,13 @@ def attention(
     key_scale: torch.Tensor | None,
     key_centre: torch.Tensor | None,
     key_kept: torch.Tensor | None,
+    key_kept_slots: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     value_centre: torch.Tensor | None,
     value_kept: torch.Tensor | None,
+    value_kept_slots: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -171,7 +173,7 @@ def attention(
     Args:
         query: ``[batch, heads, length, key_dim]`` bf16, fp16 or fp32, any strides; ``heads`` is a multiple of
             ``kv_heads``.
-        key_codes ... value_kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        key_codes ... value_kept_slots: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         positions: ``[length]`` int64, ascending. If the last is outside the cache (or the mask), the output is NaN.
         mask: None, or ``[batch or 1, heads or 1, length or 1, slots]``, bool (True attends) or bf16, fp16 or fp32
             (added to the scaled scores); any strides.
@@ -191,8 +193,8 @@ def attention(
     key, value = get_format(key_format), get_format(value_format)
     if value.centred and sinks is not None:
         raise NotImplementedError(f"attention sinks over V in {value_format!r}; use a format of V without '+centred'")
-    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
-    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots)
     check_buffers("key", key, key_buffers)
     check_buffers("value", value, value_buffers)
     batch, kv_heads, max_len, key_width = key_codes.shape
@@ -237,6 +239,7 @@ def attention(
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
     slots = _sm_count(query.device) * config.programs_per_sm
     splits = split_count(programs, slots, min(256, triton.cdiv(max_len, config.block_n)))
+    keep = max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))
     survey, survey_strides = None, (0, 0, 0)
     if mask is not None and rows > config.block_m:
         survey, survey_strides = _survey(mask, mask_strides, mask_is_bool, kv_heads, group, length, config)
@@ -253,11 +256,13 @@ def attention(
             key_block_scale,
             key_scale,
             key_kept,
+            key_kept_slots,
             value_codes,
             value_block_scale,
             value_scale,
             value_centre,
             value_kept,
+            value_kept_slots,
             positions,
             mask,
             *mask_strides,
@@ -283,7 +288,8 @@ def attention(
             VALUE_WIDTH=padded_width(value, value_dim),
             VALUE_DTYPE=_DTYPES[value_dtype],
             **constexprs(value, "VALUE_"),
-            KEEP=max(0 if b.kept is None else b.kept.shape[2] for b in (key_buffers, value_buffers)),
+            KEEP=keep,
+            KEEP_PADDED=triton.next_power_of_2(max(keep, 1)),
             OUT_DTYPE=_DTYPES[out_dtype],
             IS_CAUSAL=is_causal,
             MASK_IS_BOOL=mask_is_bool,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpass.kernels.codecs import code_factor, load_values, put_kept, round_to, to_float32
+from kvpass.kernels.codecs import code_factor, kept_range, load_values, put_kept, round_to, to_float32
 
 
 @triton.jit
@@ -116,11 +116,13 @@ def attention_kernel(
     key_block_scale,
     key_scale,
     key_kept,
+    key_kept_slots,
     value_codes,
     value_block_scale,
     value_scale,
     value_centre,
     value_kept,
+    value_kept_slots,
     positions,
     mask,
     mask_batch_stride,
@@ -156,6 +158,7 @@ def attention_kernel(
     VALUE_WIDTH: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     KEEP: tl.constexpr,
+    KEEP_PADDED: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MASK_IS_BOOL: tl.constexpr,
@@ -259,16 +262,21 @@ def attention_kernel(
     if VALUE_PACKED:
         acc_second = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
 
+    if key_kept is not None:
+        kept_low, kept_high = kept_range(key_kept_slots, KEEP, KEEP_PADDED)
+    elif value_kept is not None:
+        kept_low, kept_high = kept_range(value_kept_slots, KEEP, KEEP_PADDED)
+
     for start in tl.range(low, high, BLOCK_N):
         key_first, key_second = load_values(
             key_codes, key_block_scale, start, high,
             KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_DIM, KEY_WIDTH, BLOCK_N, KEY_DTYPE, NATIVE,
         )  # fmt: skip
         if key_kept is not None:
-            if start < KEEP:
+            if (start < KEEP) | ((start <= kept_high) & (start + BLOCK_N > kept_low)):
                 key_first, key_second = put_kept(
-                    key_first, key_second, key_kept + batch_head * (KEEP * KEY_DIM), key_scale, kv_head, start, high,
-                    KEY_CODEC, KEY_DIM, KEEP, KEY_DTYPE,
+                    key_first, key_second, key_kept + batch_head * (KEEP * KEY_DIM), key_kept_slots, key_scale, kv_head,
+                    start, high, KEY_CODEC, KEY_DIM, KEEP, KEEP_PADDED, KEY_DTYPE,
                 )  # fmt: skip
         scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
         if KEY_PACKED:
@@ -307,10 +315,10 @@ def attention_kernel(
             VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_DIM, VALUE_WIDTH, BLOCK_N, VALUE_DTYPE, NATIVE,
         )  # fmt: skip
         if value_kept is not None:
-            if start < KEEP:
+            if (start < KEEP) | ((start <= kept_high) & (start + BLOCK_N > kept_low)):
                 value_first, value_second = put_kept(
-                    value_first, value_second, value_kept + batch_head * (KEEP * VALUE_DIM), value_scale, kv_head,
-                    start, high, VALUE_CODEC, VALUE_DIM, KEEP, VALUE_DTYPE,
+                    value_first, value_second, value_kept + batch_head * (KEEP * VALUE_DIM), value_kept_slots,
+                    value_scale, kv_head, start, high, VALUE_CODEC, VALUE_DIM, KEEP, KEEP_PADDED, VALUE_DTYPE,
                 )  # fmt: skip
         probability = probability.to(VALUE_DTYPE)
         acc_first = tl.dot(probability, value_first, acc_first * rescale[:, None], input_precision=PRECISION)

@@ -406,10 +406,28 @@ def load_values(
 
 
 @triton.jit
+def kept_rows(kept_slots, slots, end, KEEP: tl.constexpr, KEEP_PADDED: tl.constexpr):
+    """The row of what is kept in bf16 for each of ``slots`` (``[n, 1]``): ``[n, 1]``, -1 where none is, or from ``end``
+    on."""
+    row = tl.arange(0, KEEP_PADDED)[None, :]
+    held = tl.load(kept_slots + row, mask=row < KEEP, other=-1)
+    return tl.max(tl.where((held == slots) & (slots < end), row, -1), 1)[:, None]
+
+
+@triton.jit
+def kept_range(kept_slots, KEEP: tl.constexpr, KEEP_PADDED: tl.constexpr):
+    """The lowest and the highest slot from ``KEEP`` on that is kept."""
+    row = tl.arange(0, KEEP_PADDED)
+    held = tl.load(kept_slots + row, mask=row < KEEP, other=-1)
+    return tl.min(tl.where(held >= KEEP, held, 2147483647), 0), tl.max(held, 0)
+
+
+@triton.jit
 def put_kept(
     first,
     second,
     kept,
+    kept_slots,
     scale,
     head,
     start,
@@ -417,20 +435,22 @@ def put_kept(
     CODEC: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEEP: tl.constexpr,
+    KEEP_PADDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """What :func:`load_values` returned, with the slots below ``KEEP`` (and ``end``) as they are kept in bf16.
+    """What :func:`load_values` returned, with the slots (below ``end``) that are kept in bf16 as they are there.
 
-    ``kept`` points to the head's slots. They are brought to where the decoded ones are, before the tensor scale.
+    ``kept`` points to the head's rows. They are brought to where the decoded ones are, before the tensor scale.
     """
     slots = (start + tl.arange(0, first.shape[0]))[:, None]
     columns = tl.arange(0, first.shape[1])[None, :]
-    is_kept = slots < tl.minimum(KEEP, end)
+    row = kept_rows(kept_slots, slots, end, KEEP, KEEP_PADDED)
+    is_kept = row >= 0
     factor = code_factor(CODEC, DTYPE)
     if scale is not None:
         factor = factor / tl.load(scale + head)
     PER_COLUMN: tl.constexpr = 2 if CODEC == "e2m1" else 1
-    at = kept + slots * HEAD_DIM + columns * PER_COLUMN
+    at = kept + row * HEAD_DIM + columns * PER_COLUMN
     is_read = is_kept & (columns * PER_COLUMN < HEAD_DIM)
     first = tl.where(is_kept, _scaled_to(tl.load(at, mask=is_read, other=0.0), factor, DTYPE), first)
     if CODEC == "e2m1":

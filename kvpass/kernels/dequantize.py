@@ -10,6 +10,7 @@ from kvpass.formats import KVBuffers, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
+    kept_rows,
     load_values,
     native_float8,
     on_device,
@@ -31,6 +32,7 @@ def _dequantize_kernel(
     scale,
     centre,
     kept,
+    kept_slots,
     positions,
     length,
     out,
@@ -43,6 +45,7 @@ def _dequantize_kernel(
     ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
+    KEEP_PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -67,15 +70,16 @@ def _dequantize_kernel(
     VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
     columns = tl.arange(0, VALUES)[None, :]
     if kept is not None:
-        is_kept = slots < tl.minimum(KEEP, end)
-        at = kept + (batch_head * KEEP + slots) * HEAD_DIM + columns
+        row = kept_rows(kept_slots, slots, end, KEEP, KEEP_PADDED)
+        is_kept = row >= 0
+        at = kept + (batch_head * KEEP + row) * HEAD_DIM + columns
         exact = to_float32(tl.load(at, mask=is_kept & (columns < HEAD_DIM), other=0.0))
         value = tl.where(is_kept, exact, value)
     if ROTATION > 1:
         value = rotate(value, ROTATION, NORM)
     if centre is not None:
-        row = centre + batch_head % kv_heads * HEAD_DIM
-        value += tl.load(row + columns, mask=columns < HEAD_DIM, other=0.0)
+        centre += batch_head % kv_heads * HEAD_DIM
+        value += tl.load(centre + columns, mask=columns < HEAD_DIM, other=0.0)
     value = tl.where(slots < end, value, 0.0)
     value = tl.where(last < max_len, value, float("nan"))
 
@@ -89,6 +93,7 @@ def dequantize(
     scale: torch.Tensor | None,
     centre: torch.Tensor | None,
     kept: torch.Tensor | None,
+    kept_slots: torch.Tensor | None,
     positions: torch.Tensor,
     format: str,
     dtype: torch.dtype,
@@ -96,7 +101,7 @@ def dequantize(
     """Decode a buffer up to slot ``positions[-1]``.
 
     Args:
-        codes ... kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        codes ... kept_slots: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         positions: ``[length]`` int64, ascending; read on the device.
         format: Name of a registered format.
         dtype: fp32, fp16 or bf16. The arithmetic is fp32.
@@ -111,7 +116,7 @@ def dequantize(
     fmt = get_format(format)
     if dtype not in _DTYPES:
         raise ValueError(f"cannot dequantize to {dtype}; allowed: {', '.join(map(str, _DTYPES))}")
-    check_buffers("cache", fmt, KVBuffers(codes, block_scale, scale, centre, kept))
+    check_buffers("cache", fmt, KVBuffers(codes, block_scale, scale, centre, kept, kept_slots))
     batch, kv_heads, max_len, width = codes.shape
     head_dim = fmt.head_dim(width)
     out = torch.empty((batch, kv_heads, max_len, head_dim), dtype=dtype, device=codes.device)
@@ -124,6 +129,7 @@ def dequantize(
             scale,
             centre,
             kept,
+            kept_slots,
             positions,
             positions.shape[0],
             out,
@@ -134,6 +140,7 @@ def dequantize(
             **constexprs(fmt, ""),
             **rotation_constexprs(fmt, head_dim, ""),
             KEEP=0 if kept is None else kept.shape[2],
+            KEEP_PADDED=1 if kept is None else triton.next_power_of_2(kept.shape[2]),
             BLOCK_N=_BLOCK_N,
             DTYPE=_DTYPES[dtype],
             NATIVE=native_float8(codes.device),

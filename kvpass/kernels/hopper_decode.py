@@ -54,8 +54,8 @@ buffers did not help: what hides latency is programs, and 16 of them fit a multi
 A rotated query comes from a small kernel just before. This one is launched early too, and waits for it only when its
 own first copies are on their way.
 
-Slots that are kept in bf16 are hidden from these programs; the second kernel, which is launched before it has something
-to add up, weighs them meanwhile.
+Slots that are kept in bf16, the first and the newest, are hidden from these programs; the second kernel, which is
+launched before it has something to add up, weighs them meanwhile.
 """
 
 from __future__ import annotations
@@ -545,6 +545,23 @@ def _load_added(row, stride, slot, length):
 
 
 @gluon.jit
+def _kept_tiles(kept_slots, KEEP: gl.constexpr):
+    """The first and the last tile with a slot from ``KEEP`` on that is kept in bf16."""
+    row = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    slot = gl.load(kept_slots + row, mask=row < KEEP, other=-1)
+    return gl.min(gl.where(slot >= KEEP, slot, 0x7FFFFFFF), axis=0) // 32, gl.max(slot, axis=0) // 32
+
+
+@gluon.jit
+def _is_not_kept(slot, kept_slots, KEEP: gl.constexpr):
+    """Whether each of ``slot`` is none of those that are kept in bf16."""
+    result = slot >= 0
+    for row in range(KEEP):
+        result = result & (slot != gl.load(kept_slots + row))
+    return result
+
+
+@gluon.jit
 def _load_row_scales(scales, tile, slot, length):
     """The e4m3 scales of whole rows, of a tile's slots, as fp32; 0 from ``length`` on."""
     place = ((slot >> 2) & 1) << 4 | (slot & 1) << 3 | ((slot >> 4) & 1) << 2 | ((slot >> 3) & 1) << 1 | (slot >> 1) & 1
@@ -646,7 +663,7 @@ def _store_part(
 
 @gluon.jit(do_not_specialize=["splits"])
 def _decode_kernel(
-    query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, positions, mask,
+    query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, kept_slots, positions, mask,
     partial, statistics, softmax_scale, softcap, max_len, splits, kv_heads,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
@@ -744,6 +761,12 @@ def _decode_kernel(
         if MASK == "added row":
             added = _load_added(mask_row, mask_stride_slot, tile * 32 + slot, length)
 
+        kept_tiles: gl.constexpr = (KEEP + 31) // 32  # those with the first slots; and, here, those with the newest
+        kept_low = 0
+        kept_high = 0
+        if KEEP:
+            kept_low, kept_high = _kept_tiles(kept_slots, KEEP)
+
         # Scales of rows are loaded a tile ahead too. Half of one, times a probability, is within fp16.
         key_row_scales = key_block_scale + scale_tile * 32
         value_row_scales = value_block_scale + scale_tile * 32
@@ -787,12 +810,12 @@ def _decode_kernel(
             elif MASK == "columns" or MASK == "added columns":
                 whole = tile < 0  # never
             if KEEP:
-                whole = whole & (tile * 32 >= KEEP)
+                whole = whole & (tile >= kept_tiles) & ((tile < kept_low) | (tile > kept_high))
             if not whole:
                 at = tile * 32 + slot
                 visible = at[:, None] < limit[None, :]
                 if KEEP:
-                    visible = visible & (at >= KEEP)[:, None]
+                    visible = visible & _is_not_kept(at, kept_slots, KEEP)[:, None]
                 if MASK == "row":
                     visible = visible & (_load_mask(mask_row, mask_stride_slot, at, length) > 0)[:, None]
                 elif MASK == "columns":
@@ -827,19 +850,19 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial, statistics, out, value_scale, value_centre, sinks, positions, max_len, splits, kv_heads, factor,
-    query, key_kept, value_kept, mask, softmax_scale,
+    query, key_kept, value_kept, kept_slots, mask, softmax_scale,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
     QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr, TENSOR_SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr, KEEP: tl.constexpr,
+    CAUSAL: tl.constexpr, KEEP: tl.constexpr, KEEP_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_DIM values of one query row, summed over the splits that had slots.
 
     ``out = factor * value_scale * sum_s(2^(m_s - m) partial_s) / (sum_s(2^(m_s - m) total_s) + 2^(sink - m))`` with
     ``m`` the largest of the ``m_s``, and the sink in powers of two, to which ``value_centre`` is added; NaN if the
-    length does not fit the cache, 0 if no slot was visible. The first KEEP slots are one more split, worked out here
-    from what is kept of them (``query`` and what follows).
+    length does not fit the cache, 0 if no slot was visible. The KEEP slots that are kept in bf16 are one more split,
+    worked out here from what is kept of them (``query`` and what follows).
     """
     head = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
@@ -856,20 +879,22 @@ def _combine_kernel(
         start = batch * query_stride_batch + query_head * query_stride_head + token * query_stride_token
         q = tl.load(query + start + every).to(tl.float32) * (softmax_scale * 1.4426950408889634)
         limit = (tl.load(positions + token) + 1).to(tl.int32) if CAUSAL else length
-        for slot in range(KEEP):
-            visible = slot < limit
+        for first in range(0, KEEP, KEEP_AT_ONCE):
+            place = first + tl.arange(0, KEEP_AT_ONCE)
+            slot = tl.load(kept_slots + place, mask=place < KEEP, other=-1)
+            visible = (slot >= 0) & (slot < limit)
             if mask is not None:
                 cell = mask + batch * mask_stride_batch + query_head * mask_stride_head + token * mask_stride_token
-                visible = visible & (tl.load(cell + slot * mask_stride_slot) != 0)
-            kept = (head.to(tl.int64) * KEEP + slot) * HEAD_DIM
-            k = tl.load(key_kept + kept + every).to(tl.float32)
-            v = tl.where(visible, tl.load(value_kept + kept + dim).to(tl.float32), 0.0)  # also where it may be NaN
-            score = tl.where(visible, tl.sum(q * k, axis=0), float("-inf"))
-            raised = tl.maximum(kept_max, score)
+                visible &= tl.load(cell + slot.to(tl.int64) * mask_stride_slot, mask=visible, other=0) != 0
+            kept = ((head.to(tl.int64) * KEEP + place) * HEAD_DIM)[:, None]
+            k = tl.load(key_kept + kept + every[None, :], mask=visible[:, None], other=0.0).to(tl.float32)
+            v = tl.load(value_kept + kept + dim[None, :], mask=visible[:, None], other=0.0).to(tl.float32)
+            score = tl.where(visible, tl.sum(q[None, :] * k, axis=1), float("-inf"))
+            raised = tl.maximum(kept_max, tl.max(score, axis=0))
             shrink = tl.exp2(kept_max - raised)
             p = tl.exp2(score - raised)
-            kept_sum = kept_sum * shrink + p * v
-            kept_total = kept_total * shrink + p
+            kept_sum = kept_sum * shrink + tl.sum(p[:, None] * v, axis=0)
+            kept_total = kept_total * shrink + tl.sum(p, axis=0)
             kept_max = raised
     tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; everything older was there before that one started
     tiles = (length + 31) // 32
@@ -969,11 +994,13 @@ def supports(
     key_scale: torch.Tensor | None,
     key_centre: torch.Tensor | None,
     key_kept: torch.Tensor | None,
+    key_kept_slots: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     value_centre: torch.Tensor | None,
     value_kept: torch.Tensor | None,
+    value_kept_slots: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -1064,11 +1091,13 @@ def attention(
     key_scale: torch.Tensor | None,
     key_centre: torch.Tensor | None,
     key_kept: torch.Tensor | None,
+    key_kept_slots: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     value_centre: torch.Tensor | None,
     value_kept: torch.Tensor | None,
+    value_kept_slots: torch.Tensor | None,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -1085,7 +1114,7 @@ def attention(
 
     Args:
         query: ``[batch, kv_heads * group, query_length, head_dim]`` fp16, bf16, or fp32 where it is rotated.
-        key_codes ... value_kept: As :class:`kvpass.formats.KVBuffers` says.
+        key_codes ... value_kept_slots: As :class:`kvpass.formats.KVBuffers` says.
         positions: ``[query_length]`` int64; slots up to ``positions[-1]`` exist.
         mask: ``[batch or 1, heads or 1, query_length or 1, at least positions[-1] + 1]``, or None: bool (True attends),
             or fp32, fp16 or bf16 (added to the scores; what is below -1e30 hides its slot).
@@ -1128,6 +1157,7 @@ def attention(
             key_scale,
             value_codes,
             value_codes if value_block_scale is None else value_block_scale,
+            positions if key_kept_slots is None else key_kept_slots,
             positions,
             mask,
             partial,
@@ -1173,6 +1203,7 @@ def attention(
             query,
             key_kept,
             value_kept,
+            key_kept_slots,
             mask,
             scale,
             *query.stride()[:3],
@@ -1185,6 +1216,7 @@ def attention(
             TENSOR_SCALE=value.tensor_scale,
             CAUSAL=is_causal and query_length > 1,
             KEEP=keep,
+            KEEP_AT_ONCE=min(8, triton.next_power_of_2(max(keep, 1))),
             num_warps=max(1, min(8, block_splits * block_dim // 1024)),
             launch_pdl=True,
         )

@@ -38,6 +38,7 @@ def _store_rows(
     scale,
     centre,
     kept,
+    kept_slots,
     rows,
     kv_heads,
     length,
@@ -51,6 +52,7 @@ def _store_rows(
     ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
+    KEEP_FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_HEAD: tl.constexpr,
@@ -83,8 +85,18 @@ def _store_rows(
     if ROTATION > 1:
         value = rotate(value, ROTATION, NORM)
     if kept is not None:
-        at = kept + (batch_head * KEEP + slot)[:, None] * HEAD_DIM + column
-        tl.store(at, round_to(value, tl.bfloat16), mask=is_stored & (slot < KEEP)[:, None] & (column < HEAD_DIM))
+        kept_row = slot.to(tl.int32)
+        is_kept = kept_row < KEEP_FIRST
+        if KEEP > KEEP_FIRST:  # the rules of kvpass.reference.kept_rows
+            last = tl.load(positions + length - 1)
+            last = tl.minimum(tl.maximum(last, KEEP_FIRST - 1), max_len - 1).to(tl.int32)
+            age = (last - kept_row + max_len - KEEP_FIRST) % (max_len - KEEP_FIRST)
+            kept_row = tl.where(is_kept, kept_row, KEEP_FIRST + (kept_row - KEEP_FIRST) % (KEEP - KEEP_FIRST))
+            is_kept |= age < KEEP - KEEP_FIRST
+        is_kept &= (slot >= 0) & (slot < max_len)
+        at = kept + (batch_head * KEEP + kept_row)[:, None] * HEAD_DIM + column
+        tl.store(at, round_to(value, tl.bfloat16), mask=is_kept[:, None] & (column < HEAD_DIM))
+        tl.store(kept_slots + kept_row, slot.to(tl.int32), mask=is_kept & (batch_head == 0))
 
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
     code_column = tl.arange(0, WIDTH)[None, :]
@@ -141,11 +153,13 @@ def _store_kernel(
     key_scale,
     key_centre,
     key_kept,
+    key_kept_slots,
     value_codes,
     value_block_scale,
     value_scale,
     value_centre,
     value_kept,
+    value_kept_slots,
     rows,
     kv_heads,
     length,
@@ -170,24 +184,25 @@ def _store_kernel(
     VALUE_NORM: tl.constexpr,
     VALUE_KEEP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    KEEP_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_HEAD: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
         _store_rows(
             key, key_batch_stride, key_head_stride, key_token_stride,
-            positions, key_codes, key_block_scale, key_scale, key_centre, key_kept,
+            positions, key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots,
             rows, kv_heads, length, max_len,
             KEY_DIM, KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_SCALE_RULE, KEY_SEARCH, KEY_ROTATION, KEY_NORM,
-            KEY_KEEP, KEY_WIDTH, BLOCK_ROWS, ONE_HEAD,
+            KEY_KEEP, KEEP_FIRST, KEY_WIDTH, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
     else:
         _store_rows(
             value, value_batch_stride, value_head_stride, value_token_stride,
-            positions, value_codes, value_block_scale, value_scale, value_centre, value_kept,
+            positions, value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots,
             rows, kv_heads, length, max_len,
             VALUE_DIM, VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_SCALE_RULE, VALUE_SEARCH, VALUE_ROTATION,
-            VALUE_NORM, VALUE_KEEP, VALUE_WIDTH, BLOCK_ROWS, ONE_HEAD,
+            VALUE_NORM, VALUE_KEEP, KEEP_FIRST, VALUE_WIDTH, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
 
 
@@ -200,21 +215,26 @@ def store(
     key_scale: torch.Tensor | None,
     key_centre: torch.Tensor | None,
     key_kept: torch.Tensor | None,
+    key_kept_slots: torch.Tensor | None,
     value_codes: torch.Tensor,
     value_block_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     value_centre: torch.Tensor | None,
     value_kept: torch.Tensor | None,
+    value_kept_slots: torch.Tensor | None,
     key_format: str,
     value_format: str,
+    keep_first: int = 0,
 ) -> None:
     """Quantize K and V into the slots ``positions``.
 
     Args:
         key, value: ``[batch, kv_heads, length, head_dim]`` bf16, fp16 or fp32, any strides; ``head_dim`` may differ.
-        positions: ``[length]`` int64. A token whose slot is outside the cache is not stored.
-        key_codes ... value_kept: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
+        positions: ``[length]`` int64, consecutive. A token whose slot is outside the cache is not stored.
+        key_codes ... value_kept_slots: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         key_format, value_format: Names of registered formats.
+        keep_first: Slots below it are kept in bf16, and the newest in the rows that this leaves
+            (:func:`kvpass.reference.kept_rows`).
 
     Raises:
         ValueError: A dtype or shape that does not fit the buffers, or buffers that the format does not have.
@@ -222,9 +242,9 @@ def store(
     key_row, value_row = get_format(key_format), get_format(value_format)
     _check("key", key, key_row, positions, key_codes)
     _check("value", value, value_row, positions, value_codes)
-    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept)
+    key_buffers = KVBuffers(key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots)
     check_buffers("key", key_row, key_buffers)
-    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept)
+    value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots)
     check_buffers("value", value_row, value_buffers)
     batch, kv_heads, length, key_dim = key.shape
     if value.shape[:3] != key.shape[:3] or value_codes.shape[2] != key_codes.shape[2]:
@@ -253,11 +273,13 @@ def store(
             key_scale,
             key_centre,
             key_kept,
+            key_kept_slots,
             value_codes,
             value_block_scale,
             value_scale,
             value_centre,
             value_kept,
+            value_kept_slots,
             rows,
             kv_heads,
             length,
@@ -268,6 +290,7 @@ def store(
             VALUE_DIM=value_dim,
             VALUE_WIDTH=padded_width(value_row, value_dim),
             **_constexprs(value_row, value_dim, value_kept, "VALUE_"),
+            KEEP_FIRST=keep_first,
             BLOCK_ROWS=block_rows,
             ONE_HEAD=one_head,
             num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
