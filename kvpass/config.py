@@ -87,10 +87,11 @@ class LayerFormats(NamedTuple):
 
 
 # K needs the bits, V does not, and only K gains from a rotation.
+_KEEP = {"keep_first": 4, "keep_last": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"key_format": "fp8_e4m3+centred", "value_format": "fp8_e4m3"},
-    "balanced": {"key_format": "fp8_e4m3+centred+rotated", "value_format": "nvfp4+4over6", "keep_first": 4},
-    "compact": {"key_format": "nvfp4+centred+rotated+sweep", "value_format": "nvfp4+sweep", "keep_first": 4},
+    "balanced": {"key_format": "fp8_e4m3+centred+rotated", "value_format": "nvfp4+4over6"} | _KEEP,
+    "compact": {"key_format": "nvfp4+centred+rotated+sweep", "value_format": "nvfp4+sweep"} | _KEEP,
 }
 
 

@@ -359,6 +359,7 @@ TRANSFORMED = [
     "compact",
     {"format": "fp8_e4m3+centred+rotated"},
     {"format": "int8+rotated", "value_format": "int8+centred"},
+    {"format": "nvfp4", "key_format": "fp8_e4m3+rotated", "keep_last": 5},
     {"format": "nvfp4+centred", "keep_first": 3, "layers": {1: "fp8_e4m3+rotated"}},
 ]
 
@@ -411,6 +412,8 @@ class TestTransforms:
                         close(released.buffers.centre, buffers.centre)
                     assert torch.equal(released.buffers.scale, buffers.scale)
                     assert (released.buffers.kept is None) == (buffers.kept is None)
+                    if buffers.kept is not None:
+                        assert torch.equal(released.buffers.kept_slots, buffers.kept_slots)
         cache.reset()
         assert (cache.layers[0].keys.buffers.codes == 0).all()
         run(model, cache, ids)  # eager use of the quantized storage

@@ -552,8 +552,32 @@ class TestKeptTokens:
                 assert not torch.equal(quantized[:, :, :4], true[:, :, :4])
             assert layer.nbytes == other.nbytes + 2 * 3 * 2 * 4 * 64 * 2
 
+    def test_the_newest_are_kept_until_newer_ones_come(self, tiny_llama, ids):
+        model = tiny_llama(dtype=torch.bfloat16)
+        cache = filled(model, ids, KVQuantConfig("nvfp4", keep_first=2, keep_last=3))
+        plain, exact = filled(model, ids, "nvfp4"), filled(model, ids, "bf16")
+        layers = [held.layers[0] for held in (cache, plain, exact)]  # the first: what it is given is alike for all
+
+        def kept():
+            read, quantized, true = (layer.keys[:, :, : int(cache.get_seq_length())] for layer in layers)
+            is_exact, is_quantized = ((read == other).all(-1).all(1).all(0) for other in (true, quantized))
+            assert (is_exact | is_quantized).all()
+            return is_exact.nonzero().flatten().tolist()
+
+        assert kept() == [0, 1, 6, 7, 8]
+        for start, stop, expected in ((9, 10, [0, 1, 7, 8, 9]), (10, 12, [0, 1, 9, 10, 11])):
+            for held in (cache, plain, exact):
+                logits(model, held, ids[:, start:stop])
+            assert kept() == expected
+        for held in (cache, plain, exact):
+            held.crop(-2)
+        assert kept() == [0, 1, 9]  # those that 10 and 11 took the rows of are quantized from now on
+        for held in (cache, plain, exact):
+            logits(model, held, ids[:, :1])
+        assert kept() == [0, 1, 9, 10]
+
     def test_follow_the_rows_of_the_batch(self, tiny_llama, ids):
-        cache = filled(tiny_llama(), ids, KVQuantConfig("nvfp4", keep_first=4))
+        cache = filled(tiny_llama(), ids, KVQuantConfig("nvfp4", keep_first=2, keep_last=2))
         before = cache.layers[0].keys
         cache.reorder_cache(torch.tensor([2, 0, 0]))
         assert torch.equal(cache.layers[0].keys, before[[2, 0, 0]])

@@ -221,10 +221,11 @@ class TestDerivedFormats:
         with pytest.raises(ValueError, match="suffix of format 'nvfp4'"):
             KVQuantConfig(layers={2: "nvfp4+turned"})
 
-    @pytest.mark.parametrize("keep_first", [-1, 65, 1.5, True])
-    def test_keep_first_out_of_range(self, keep_first):
-        with pytest.raises(ValueError, match="keep_first is .*; it must be a whole number from 0 to 64"):
-            KVQuantConfig(keep_first=keep_first)
+    @pytest.mark.parametrize("name", ["keep_first", "keep_last"])
+    @pytest.mark.parametrize("count", [-1, 65, 1.5, True])
+    def test_kept_tokens_out_of_range(self, name, count):
+        with pytest.raises(ValueError, match=f"{name} is {count}; it must be a whole number from 0 to 64"):
+            KVQuantConfig(**{name: count})
 
     def test_what_a_prompt_gives(self):
         assert KVQuantConfig().learns == KVQuantConfig("mxfp4").learns == KVQuantConfig(skip_layers=[0]).learns == ()
@@ -238,10 +239,10 @@ class TestDerivedFormats:
     def test_centres_of_scales(self):
         scale = Scale((0.5,), "fp8_e4m3", ((1.0, 2.0), (3.0, 4.0)))
         scales = KVScales((LayerScales(0, scale, Scale((0.25,))),))
-        config = KVQuantConfig.from_scales(scales, keep_first=4)
+        config = KVQuantConfig.from_scales(scales, keep_first=4, keep_last=8)
         assert (config.key.name, config.value.name) == ("fp8_e4m3+centred", "fp8_e4m3")
         layer = config.layer(0)
         assert layer.key_centre.tolist() == [[1.0, 2.0], [3.0, 4.0]] and layer.value_centre is None
-        assert layer.key_scale.tolist() == [0.5] and layer.keep_first == 4
+        assert layer.key_scale.tolist() == [0.5] and (layer.keep_first, layer.keep_last) == (4, 8)
         with pytest.raises(ValueError, match=r"layer 0: scales made for 'fp8_e4m3\+centred' do not fit"):
             KVQuantConfig("nvfp4+rotated", scales=scales).layer(0)

@@ -180,6 +180,23 @@ def test_a_short_cache_is_no_ring(mistral):
     assert not cache.layers[0].is_ring and cache.layers[0].slots == 40 and cache.is_sliding == [True, True]
 
 
+def test_the_newest_are_kept_in_a_ring_too(mistral, ids):
+    """Its slots are a multiple of them, so that each finds its row whichever way round the ring is."""
+    cache = QuantizedCache(mistral.config, {"format": "nvfp4", "keep_first": 4, "keep_last": 7}, max_cache_len=LONGEST)
+    exact = QuantizedCache(mistral.config, "bf16", max_cache_len=LONGEST)
+    ours, theirs = cache.layers[0], exact.layers[0]
+    assert ours.slots == 49 and theirs.slots == SLOTS and ours.is_ring
+    length = 0
+    for piece in (30, 1, 18, 1, 1, 47, 3):
+        for held in (cache, exact):
+            logits(mistral, held, ids, [piece], start=length)
+        length += piece
+        newest = slice(max(0, length - 7), length)
+        assert torch.equal(ours.keys[:, :, newest], theirs.keys[:, :, newest].bfloat16().float())
+        older = slice(max(0, length - 16), max(0, length - 7))
+        assert not torch.equal(ours.keys[:, :, older], theirs.keys[:, :, older])
+
+
 def test_bytes_of_a_ring(mistral):
     cache = QuantizedCache(mistral.config, "fp8_e4m3", max_cache_len=4096)
     cache.early_initialization(3, 2, 16, torch.bfloat16, torch.device("cpu"))
@@ -236,11 +253,11 @@ def fused_step(model, found):
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_fused_equals_unfused_on_the_same_bytes(mistral, ids, name):
+@pytest.mark.parametrize("config", [*FORMATS, {"format": "nvfp4", "keep_first": 2, "keep_last": 5}], ids=str)
+def test_fused_equals_unfused_on_the_same_bytes(mistral, ids, config):
     found = {}
     step = fused_step(mistral, found)
-    cache = poisoned(QuantizedCache(mistral.config, name, max_cache_len=LONGEST))
+    cache = poisoned(QuantizedCache(mistral.config, config, max_cache_len=LONGEST))
     logits(mistral, cache, ids, [8])
     with torch._dynamo.config.patch(error_on_recompile=True):
         for start in range(8, 100):
