@@ -213,6 +213,14 @@ def _add_bench_attention(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--peers", nargs="+", metavar="PEER", help="static sdpa fa2 fa2-fp8 xqa xqa-fp8, or none")
     parser.add_argument("--no-unfused", action="store_true", help="leave out decoding followed by SDPA")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        nargs=2,
+        default=(0, 0),
+        metavar=("FIRST", "LAST"),
+        help="time each quantized format also with so many of the first and newest slots in bf16",
+    )
     parser.set_defaults(run=_bench_attention)
 
 
@@ -231,6 +239,7 @@ def _bench_attention(arguments: argparse.Namespace) -> int:
         not arguments.no_unfused,
         arguments.rounds,
         device,
+        tuple(arguments.keep),
     )
     return attention.run(options, Output.choose("attention", arguments.record, arguments.out, arguments.json))
 

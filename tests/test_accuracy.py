@@ -106,6 +106,16 @@ class TestFigures:
         assert decoded.overall.tokens == eager.overall.tokens
         assert decoded.overall.divergence.value == pytest.approx(eager.overall.divergence.value, rel=0.05)
 
+    def test_the_newest_tokens_are_exact_where_tokens_run_singly(self, model, ids):
+        config = kvpass.KVQuantConfig("nvfp4", keep_last=8)
+        chunked, decoded = (run(model, [ids], {"keeping": config}, decode=n, chunk=16) for n in (0, 47))
+        assert "The newest tokens, which keeping keep in bf16" in str(chunked)
+        assert "newest tokens" not in str(decoded)
+        found = [evaluation["keeping"].overall.divergence.value for evaluation in (chunked, decoded)]
+        assert found[1] < 0.9 * found[0]
+        single = run(model, [ids], {"keeping": config}, chunk=1)
+        assert found[1] == pytest.approx(single["keeping"].overall.divergence.value, rel=0.05)
+
     def test_decode_of_another_batch_compiles_another_step(self, model, ids):
         single, batched = (run(model, [ids], decode=8, batch_size=n)["nvfp4"].overall for n in (1, 2))
         assert counters["stats"]["unique_graphs"] == 1 + 2, "batches of 2 windows and of 1"

@@ -100,6 +100,8 @@ def test_formats():
         ({"dtype": "fp8"}, "unknown dtype 'fp8'; known: bf16, fp16, fp32"),
         ({"peers": ["fa3"]}, "unknown peer 'fa3'; known: static, sdpa"),
         ({"rounds": 0}, "rounds is 0"),
+        ({"keep": (0, 65)}, "keep_last is 65; it must be a whole number from 0 to 64"),
+        ({"keep": (40, 60)}, "40 and 60 slots to keep are more than the 80 there are"),
         ({"shapes": ["batch=1,kv_heads=1,group=1,head_dim=72,tokens=9"]}, "cannot hold head_dim 72"),
     ],
 )
@@ -208,6 +210,16 @@ def test_attention_run(shape, mask, capsys):
     timed = {name for name, row in rows.items() if row["kind"] in ("peer", "unfused") and "ms" in row}
     assert rows["fp8_e5m2"]["ratios"].keys() == timed
     assert rows["read ceiling"]["share_of_ceiling"] == 1.0
+
+
+def test_attention_run_with_slots_that_are_kept(capsys):
+    options = attention_options(formats=["bf16", "nvfp4"], peers=["none"], keep=(4, 8))
+    assert attention.run(options, record.Output(as_json=True)) == 0
+    rows = rows_of(capsys)
+    assert {name for name in rows if "kept" in name} == {"nvfp4, 4 + 8 kept"}
+    kept = rows["nvfp4, 4 + 8 kept"]
+    assert kept["status"] == "ok" and kept["keep"] == [4, 8] and "keep" not in rows["nvfp4"]
+    assert kept["relative_error"] != rows["nvfp4"]["relative_error"]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

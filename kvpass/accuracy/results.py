@@ -99,6 +99,14 @@ class Evaluation:
             f"{_number(overall.full_perplexity)}\n(95% intervals: bootstrap over windows, the same for all formats)\n",
             self._overall(),
         ]
+        settings = dict(self.settings)
+        keeping = [result.name for result in self.formats if result.config.keep_last]
+        if keeping and settings["decode"] < settings["window"] - 1 and settings["chunk"] > 1:
+            parts.append(
+                f"\nThe newest tokens, which {', '.join(keeping)} keep in bf16 (keep_last), are those before each token "
+                f"only where tokens run singly, here the last {settings['decode']} of each window: "
+                f"decode={settings['window'] - 1} measures what generate does"
+            )
         if len(self.formats[0].by_position) > 1:
             parts += ["\nby position: perplexity against the model's own pass, and KL\n", self._by_position()]
         if self.formats[0].layers:

@@ -77,7 +77,8 @@ def evaluate(
         batch_size: Windows run at once, and passkeys asked for at once.
         chunk: Tokens run at once through a window.
         decode: So many tokens at the end of each window run singly, through the step compiled with ``kvquant``; an
-            attention that could not be fused is an error then.
+            attention that could not be fused is an error then. What ``keep_last`` keeps is what was before each token
+            in these only: the tokens of a chunk all see the newest of the chunk so.
         buckets: Where ranges of positions begin, ascending from 0. A token's position is the number of tokens before
             it in the window, all of which it is predicted from.
         layers: Whether to measure each layer's K, V and attention output as well.

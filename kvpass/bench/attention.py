@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from kvpass.bench.case import Case, Check, Unsupported, Variant, check, label, stored_variant, unfused_variant
+from kvpass.bench.case import Case, Check, Pair, Unsupported, Variant, check, label, stored_variant, unfused_variant
 from kvpass.bench.peers import PEERS
 from kvpass.bench.record import Output, Row, compare, environment, reasons, summary_of, table, timing_columns
 from kvpass.bench.shapes import DTYPES, MASKS, AttentionShape, choose, parse_attention_shape, parse_formats
 from kvpass.bench.timing import Ceiling, Replay, Summary, copy_ceiling, free_memory, interleave, prepare, read_ceiling
+from kvpass.config import KVQuantConfig
 from kvpass.formats import KVFormat
 
 DEFAULT_FORMATS = ("bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16", "fp8_e4m3/nvfp4")
@@ -32,6 +33,7 @@ class Options:
         unfused: Also time what runs where attention is not fused.
         rounds: How often each variant is timed.
         device: ``cuda`` or ``cpu``.
+        keep: How many of the first and of the newest slots are kept in bf16, by variants beside those that keep none.
     """
 
     shapes: list[tuple[str, AttentionShape]]
@@ -42,6 +44,7 @@ class Options:
     unfused: bool = True
     rounds: int = 20
     device: torch.device = torch.device("cuda")
+    keep: tuple[int, int] = (0, 0)
 
     @classmethod
     def parse(
@@ -54,6 +57,7 @@ class Options:
         unfused: bool,
         rounds: int,
         device: torch.device,
+        keep: tuple[int, int] = (0, 0),
     ) -> Options:
         """Options as they are written on the command line; ``ValueError`` for what is unknown or does not fit."""
         if rounds < 1:
@@ -67,10 +71,14 @@ class Options:
             unfused,
             rounds,
             device,
+            keep,
         )
+        kept = KVQuantConfig(keep_first=keep[0], keep_last=keep[1])  # which says what may be
         for _, shape in options.shapes:
             for fmt in (fmt for pair in options.formats for fmt in pair):
                 fmt.check_head_dim(shape.head_dim)
+            if kept.keep_first + kept.keep_last > shape.max_len:
+                raise ValueError(f"{keep[0]} and {keep[1]} slots to keep are more than the {shape.max_len} there are")
         return options
 
 
@@ -104,9 +112,14 @@ def run_case(
 ) -> list[Row]:
     """Rows of one case: ours, the unfused ones, the peers, the ceilings."""
     progress(f"{name}: building {shape}")
-    case = Case(shape, options.formats, options.mask, DTYPES[options.dtype], options.device)
+    settings = options.mask, DTYPES[options.dtype], options.device
+    case = Case(shape, options.formats, *settings)
+    builders = _builders(case, options)
+    if any(options.keep):  # of the same seed, hence the same query, K and V
+        quantized = [pair for pair in options.formats if {fmt.codec for fmt in pair} != {"bf16"}]
+        builders += _stored_builders(Case(shape, quantized, *settings, options.keep), quantized)
     entries = []
-    for title, kind, build in _builders(case, options):
+    for title, kind, build in builders:
         progress(f"{name}: checking {title}")
         entries.append(_checked(case, title, kind, build))
     progress(f"{name}: timing")
@@ -122,11 +135,16 @@ def run_case(
     return rows
 
 
-def _builders(case: Case, options: Options) -> list[tuple[str, str, Callable[[], Variant]]]:
+Builder = tuple[str, str, Callable[[], Variant]]
+
+
+def _stored_builders(case: Case, formats: list[Pair]) -> list[Builder]:
+    return [(label(pair, case.keep), "kvpass", functools.partial(stored_variant, case, pair)) for pair in formats]
+
+
+def _builders(case: Case, options: Options) -> list[Builder]:
     """Name and kind of everything that is timed, and how it is built."""
-    builders: list[tuple[str, str, Callable[[], Variant]]] = []
-    for pair in options.formats:
-        builders.append((label(pair), "kvpass", functools.partial(stored_variant, case, pair)))
+    builders = _stored_builders(case, options.formats)
     for pair in options.formats if options.unfused else []:
         if {fmt.codec for fmt in pair} != {"bf16"}:
             builders.append(
@@ -164,6 +182,7 @@ def _row(name: str, shape: AttentionShape, options: Options, entry: _Entry, summ
     row |= {"shape": asdict(shape), "dtype": options.dtype, "mask": options.mask}
     if entry.variant and entry.variant.formats:
         row["key_format"], row["value_format"] = entry.variant.formats
+        row |= {"keep": list(entry.variant.keep)} if any(entry.variant.keep) else {}
     if entry.problem:
         row["reason"] = entry.problem.removeprefix("skipped: ")
     if entry.check:

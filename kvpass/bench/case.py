@@ -48,6 +48,7 @@ class Variant:
         nbytes: Bytes of K and V of the tokens that attention sees, as this variant stores them.
         decoded: What it reads.
         formats: Formats of K and V where they are kvpass's.
+        keep: How many of the first and of the newest slots it keeps in bf16.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Variant:
     nbytes: int
     decoded: Decoded
     formats: tuple[str, str] | None = None
+    keep: tuple[int, int] = (0, 0)
 
 
 class Case:
@@ -69,6 +71,7 @@ class Case:
         full_mask: ``[batch, 1, query, max_len]`` boolean, what transformers passes.
         mask: The same, or None where the case has no mask.
         padding: Hidden slots at the start of each row.
+        keep: How many of the first and of the newest slots are kept in bf16 beside.
         stored: Buffers of K and V by format of K and V.
     """
 
@@ -79,9 +82,10 @@ class Case:
         mask: str,
         dtype: torch.dtype,
         device: torch.device,
+        keep: tuple[int, int] = (0, 0),
         seed: int = 0,
     ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape, self.dtype, self.device, self.keep = shape, dtype, device, keep
         self.scale = shape.head_dim**-0.5
         self.generator = torch.Generator(device).manual_seed(seed)
         heads = (shape.batch, shape.heads, shape.query, shape.head_dim)
@@ -148,7 +152,8 @@ class Case:
     def _empty(self, fmt: KVFormat) -> KVBuffers:
         """Buffers full of NaN, so that a read past the length shows; a tensor scale that differs from head to head."""
         shape = self.shape
-        buffers = fmt.allocate(shape.batch, shape.kv_heads, shape.max_len, shape.head_dim, self.device)
+        sizes = shape.batch, shape.kv_heads, shape.max_len, shape.head_dim
+        buffers = fmt.allocate(*sizes, self.device, keep=sum(self.keep))
         for tensor in (buffers.codes, buffers.block_scale):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xFF)
@@ -172,7 +177,8 @@ class Case:
             self.value[chunk, :, : shape.tokens] = value
             for (key_format, value_format), pair in self.stored.items():
                 parts = [buffers.map_batch(lambda tensor: tensor[chunk]) for buffers in pair]  # noqa: B023
-                ops.store(key, value, slots, *parts[0], *parts[1], key_format.name, value_format.name)
+                names = key_format.name, value_format.name
+                ops.store(key, value, slots, *parts[0], *parts[1], *names, self.keep[0])
 
 
 def random_heads(size: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -195,7 +201,7 @@ def stored_variant(case: Case, pair: Pair) -> Variant:
         )
         return out
 
-    return _stored(case, label(pair), "kvpass", call, pair)
+    return _stored(case, label(pair, case.keep), "kvpass", call, pair)
 
 
 def unfused_variant(case: Case, pair: Pair) -> Variant:
@@ -221,6 +227,7 @@ def _stored(case: Case, name: str, kind: str, call: Call, pair: Pair) -> Variant
         case.stored_bytes(pair),
         lambda row, head: case.stored_row(pair, row, head),
         (pair[0].name, pair[1].name),
+        case.keep,
     )
 
 
@@ -235,9 +242,10 @@ def static_attention(case: Case, key: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def label(pair: Pair) -> str:
-    """``nvfp4``, or ``fp8_e4m3/nvfp4`` where K and V differ."""
-    return pair[0].name if pair[0] == pair[1] else f"{pair[0].name}/{pair[1].name}"
+def label(pair: Pair, keep: tuple[int, int] = (0, 0)) -> str:
+    """``nvfp4``, or ``fp8_e4m3/nvfp4`` where K and V differ; and how many of the first and newest slots are kept."""
+    text = pair[0].name if pair[0] == pair[1] else f"{pair[0].name}/{pair[1].name}"
+    return f"{text}, {keep[0]} + {keep[1]} kept" if any(keep) else text
 
 
 @dataclass(frozen=True)
