@@ -17,8 +17,8 @@ format:  ## What check asks for, where it can be done by machine
 test:  ## Everything that runs without a GPU; one thread each, or two processes would wait for each other's
 	OMP_NUM_THREADS=1 pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
-test-gpu:  ## What needs a CUDA GPU
-	pytest -m gpu $(ARGS)
+test-gpu:  ## What needs a CUDA GPU; most of its time, kernels are compiled on the host
+	OMP_NUM_THREADS=1 pytest -m gpu -n 8 --dist loadgroup $(ARGS)
 
 bench:  ## Decode speed against named peers, on a CUDA GPU
 	kvpass bench attention $(ARGS)

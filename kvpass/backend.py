@@ -93,7 +93,8 @@ def kvquant(
         outputs = compiled(*(args if is_unchanged else [source.of(args) for source in inputs]))
         for index in born:
             torch._dynamo.mark_static_address(outputs[index])
-        return outputs
+        # torch 2.11 marks some as in need of gradients, although nothing recorded how they came about
+        return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in outputs]
 
     return run
 

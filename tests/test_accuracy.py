@@ -24,6 +24,8 @@ from kvpass.cache import QuantizedCache
 from kvpass.config import KVQuantConfig
 from kvpass.formats import get_format
 
+pytestmark = pytest.mark.usefixtures("no_code_is_generated")
+
 
 def run(model, data, formats=("nvfp4",), **settings):
     return kvpass.evaluate(model, data, formats, **({"progress": False, "window": 48, "layers": False} | settings))

@@ -92,6 +92,7 @@ def test_rows_of_two_ranks(tmp_path):
     assert whole / 2 <= ours["weight_bytes"] < 0.6 * whole  # norms are everybody's
 
 
+@pytest.mark.usefixtures("no_code_is_generated")
 def test_wrong_logits_get_no_time(monkeypatch):
     """A fused step that is not what the unfused one computes is a failed row."""
     model, case = load_model("tiny", torch.float32, CPU), generate.Case(2, 32)

@@ -14,6 +14,8 @@ from kvpass.hf import CACHE_ARGUMENT
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
+pytestmark = pytest.mark.usefixtures("no_code_is_generated")
+
 
 @pytest.fixture
 def prompt():

@@ -7,7 +7,6 @@ from transformers import CompileConfig, StaticCache
 from transformers.cache_utils import EncoderDecoderCache
 
 import kvpass
-from kvpass import backend
 from kvpass.hf import CACHE_ARGUMENT
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 24}
@@ -15,10 +14,7 @@ SLIDING = Architecture("MistralConfig")
 T5 = Architecture("T5Config", {"decoder_start_token_id": 3})
 
 
-@pytest.fixture(autouse=True)
-def no_code_is_generated(monkeypatch):
-    """The rewritten graph runs as it is: what Inductor makes of it is other tests' matter."""
-    monkeypatch.setattr(backend, "_inductor", lambda gm, inputs, mode, patches: gm)
+pytestmark = pytest.mark.usefixtures("no_code_is_generated")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from products import in_turns
 
 from kvpass import reference
 from kvpass.formats import KVBuffers, get_format
@@ -161,10 +162,15 @@ def strided(batch, heads, query_length, max_len, length):
 
 
 @hopper
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 1000, 4096])
-def test_lengths(length, format, dtype):
+@pytest.mark.parametrize(
+    "format, length, dtype",
+    in_turns(
+        ("nvfp4", "fp8_e4m3", "int8"),
+        (1, 15, 16, 17, 31, 32, 33, 63, 1000, 4096),
+        turns=(torch.float16, torch.bfloat16),
+    ),
+)
+def test_lengths(format, length, dtype):
     Case(format, dtype=dtype, length=length).check()
 
 
@@ -213,13 +219,17 @@ def test_several_query_tokens(query_length, group, causal):
 
 
 @hopper
-@pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
-@pytest.mark.parametrize("mask", [None, left_padding, of_every_row, added, added_biases])
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3", "fp4_mx_block16", "int8"])
 @pytest.mark.parametrize(
-    ("length", "query_length", "head_dim"), [(20, 1, 128), (333, 1, 64), (4000, 3, 128), (77, 2, 256)]
+    "format, mask, softcap_and_sinks, shape",
+    in_turns(
+        ("nvfp4", "fp8_e4m3", "fp4_mx_block16", "int8"),
+        (None, left_padding, of_every_row, added, added_biases),
+        ((1.5, False), (0.0, True), (1.5, True)),
+        turns=((20, 1, 128), (333, 1, 64), (4000, 3, 128), (77, 2, 256)),
+    ),
 )
-def test_softcap_and_sinks(length, query_length, head_dim, format, mask, softcap, with_sinks):
+def test_softcap_and_sinks(format, mask, softcap_and_sinks, shape):
+    (softcap, with_sinks), (length, query_length, head_dim) = softcap_and_sinks, shape
     sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 8.0, 1.0, 0.0, -1.0]).bfloat16() if with_sinks else None
     Case(
         format, length=length, query_length=query_length, head_dim=head_dim, mask=mask, causal=True, softcap=softcap,

@@ -5,6 +5,7 @@ Parameters marked ``gpu`` are the same tests, wider.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from products import in_turns
 
 if not torch.cuda.is_available():
     late = "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET")
@@ -42,6 +44,7 @@ DERIVED = ("nvfp4+4over6", "fp4_mx_block16+sweep", "fp8_e4m3+centred+rotated", "
 FORMATS = (*format_names(), *DERIVED)
 FP4 = tuple(name for name in FORMATS if get_format(name).codec == "e2m1")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP16, FP32)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter's NaN and inf
 
@@ -159,17 +162,27 @@ def spread(*shape: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------- store
 
 
-@pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
+STORED_SHAPES = [
+    # batch, KV heads, length, head_dim
+    (1, 3, 5, 64),
+    (2, 1, 1, 96),
+    (2, 5, 37, 128),
+    (1, 2, 17, 256),
+    (3, 2, 700, 96),
+    (32, 8, 1, 128),
+    (2, 1, 33, 512),
+]
+
+
 @pytest.mark.parametrize(
-    "batch, kv_heads, length, head_dim",
+    "name, shape, dtype",
     [
-        (1, 3, 5, 64),
-        (2, 1, 1, 96),
-        *wide((2, 5, 37, 128), (1, 2, 17, 256), (3, 2, 700, 96), (32, 8, 1, 128), (2, 1, 33, 512)),
+        *itertools.product(FORMATS, STORED_SHAPES[:2], [BF16]),
+        *wide(*in_turns(FORMATS, STORED_SHAPES, turns=(FP16, FP32, BF16))),
     ],
 )
-@pytest.mark.parametrize("name", FORMATS)
-def test_store_gives_the_bytes_of_the_reference(name, batch, kv_heads, length, head_dim, dtype):
+def test_store_gives_the_bytes_of_the_reference(name, shape, dtype):
+    batch, kv_heads, length, head_dim = shape
     if head_dim > 256:  # as much as is rotated
         name = name.replace("+rotated", "")
     max_len = length + 40
@@ -303,12 +316,21 @@ def test_dequantize_decodes_every_code(name, dtype):
     assert_same_values(actual, reference.dequantize(buffers, fmt, dtype))
 
 
-@pytest.mark.parametrize("length", [1, 33, *wide(15, 16, 17, 63)])
-@pytest.mark.parametrize("head_dim, keep", [(80, 0), (80, 4), (512, 0)])
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "nvfp4+centred+rotated", "fp4_mx_block16+centred"])
-def test_dequantize_is_zero_past_the_length(name, length, head_dim, keep):
+DEQUANTIZED = ["bf16", "fp8_e4m3", "nvfp4+centred+rotated", "fp4_mx_block16+centred"]
+DIM_AND_KEEP = [(80, 0), (80, 4), (512, 0)]
+
+
+@pytest.mark.parametrize(
+    "name, dim_and_keep, length",
+    [
+        *itertools.product(DEQUANTIZED, DIM_AND_KEEP, [1, 33]),
+        *wide(*in_turns(DEQUANTIZED, DIM_AND_KEEP, turns=(15, 16, 17, 63))),
+    ],
+)
+def test_dequantize_is_zero_past_the_length(name, dim_and_keep, length):
     from kvpass.kernels.dequantize import dequantize
 
+    head_dim, keep = dim_and_keep
     fmt = get_format(name if head_dim <= 256 else name.removesuffix("+rotated"))  # 256 is as much as is rotated
     name = fmt.name
     buffers = poisoned_buffers(fmt, 2, 2, 70, head_dim, keep)
@@ -434,23 +456,46 @@ def test_attention_in_the_other_query_dtypes(name, dtype):
     check_attention(name, dtype=dtype, head_dim=96, length=40)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 129, *wide(1000)])
-def test_attention_at_every_length(name, length):
+LENGTHS = [1, 15, 16, 17, 63, 129, 1000]
+
+
+@pytest.mark.parametrize(
+    "length, name",
+    [
+        *itertools.product(LENGTHS[:6], ["nvfp4"]),
+        *wide(*in_turns(LENGTHS, turns=("fp4_mx_block16", "nvfp4"))),
+        *wide(*in_turns(LENGTHS, turns=("bf16", "fp8_e4m3", "fp8_e5m2"))),
+    ],
+)
+def test_attention_at_every_length(length, name):
     # Room for many more slots: most splits get none.
     check_attention(name, length=length, max_len=length + 300)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4", "fp4_mx_block16")])
-@pytest.mark.parametrize("group", [1, 3, 7, 8, *wide(4, 16, 20, 71)])
-def test_attention_with_every_group(name, group):
+GROUPS = [1, 3, 7, 8, 4, 16, 20, 71]
+
+
+@pytest.mark.parametrize(
+    "group, name",
+    [
+        *itertools.product(GROUPS[:4], ["fp8_e4m3"]),
+        *wide(*in_turns(GROUPS, turns=("nvfp4", "fp4_mx_block16"))),
+        *wide(*in_turns(GROUPS, turns=("bf16", "fp8_e4m3"))),
+    ],
+)
+def test_attention_with_every_group(group, name):
     check_attention(name, group=group, length=50)
 
 
-@pytest.mark.parametrize("query_len", [1, *wide(3, 40)])
-@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
+HEAD_DIMS = [80, 96, 112, 128, 160, 256, 512, 16, 32, 48, 64, 144, 176, 192, 208, 224, 240, 272, 384]
+
+
 @pytest.mark.parametrize(
-    "head_dim", [80, 96, 112, 128, 160, 256, 512, *wide(16, 32, 48, 64, 144, 176, 192, 208, 224, 240, 272, 384)]
+    "name, head_dim, query_len",
+    [
+        *itertools.product(["nvfp4"], HEAD_DIMS[:7], [1]),
+        *wide(*in_turns(("bf16", "fp8_e4m3", "nvfp4", "fp4_mx_block16"), HEAD_DIMS, turns=(1, 3, 40))),
+    ],
 )
 def test_attention_with_every_head_dim(name, head_dim, query_len):
     check_attention(name, head_dim=head_dim, length=50, query_len=query_len, is_causal=True)
@@ -478,11 +523,19 @@ def test_attention_with_formats_and_widths_of_their_own(key_format, value_format
     check_attention(key_format, value_format, head_dim=head_dim, value_dim=value_dim, length=50)
 
 
+CHUNKS = [(5, 5), (5, 70), (33, 70), (64, 64), (100, 1000), (1000, 1000), (17, 4000)]
+
+
 @pytest.mark.parametrize(
-    "query_len, length", [(5, 5), (5, 70), (33, 70), *wide((64, 64), (100, 1000), (1000, 1000), (17, 4000))]
+    "query_len_and_length, name",
+    [
+        *itertools.product(CHUNKS[:3], ["nvfp4"]),
+        *wide(*in_turns(CHUNKS, turns=("nvfp4", "fp4_mx_block16"))),
+        *wide(*in_turns(CHUNKS, turns=("fp8_e4m3", "bf16"))),
+    ],
 )
-@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3", "fp4_mx_block16")])
-def test_attention_of_a_causal_chunk(name, query_len, length):
+def test_attention_of_a_causal_chunk(query_len_and_length, name):
+    query_len, length = query_len_and_length
     check_attention(name, query_len=query_len, length=length, is_causal=True, group=3)
 
 
@@ -509,9 +562,14 @@ def masks(batch: int, heads: int, query_len: int, slots: int) -> dict[str, torch
     }
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4")])
-@pytest.mark.parametrize("kind", masks(2, 4, 2, 110))
-def test_attention_with_every_mask(name, kind):
+MASKS = list(masks(2, 4, 2, 110))
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [*itertools.product(MASKS, ["fp8_e4m3"]), *wide(*in_turns(MASKS, turns=("bf16", "nvfp4", "fp8_e4m3")))],
+)
+def test_attention_with_every_mask(kind, name):
     check_attention(
         name, query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)[kind]
     )  # fmt: skip
@@ -538,10 +596,17 @@ def chunk_masks(heads: int, query_len: int, slots: int) -> dict[str, torch.Tenso
     }
 
 
-@pytest.mark.parametrize("name", ["nvfp4", *wide("bf16", "fp8_e4m3")])
-@pytest.mark.parametrize("group", [4, *wide(1, 3)])
-@pytest.mark.parametrize("kind", chunk_masks(2, 40, 400))
-def test_attention_of_a_chunk_with_a_mask(name, group, kind):
+CHUNK_MASKS = list(chunk_masks(2, 40, 400))
+
+
+@pytest.mark.parametrize(
+    "kind, group, name",
+    [
+        *itertools.product(CHUNK_MASKS, [4], ["nvfp4"]),
+        *wide(*in_turns(CHUNK_MASKS, (1, 3, 4), turns=("bf16", "nvfp4", "fp8_e4m3"))),
+    ],
+)
+def test_attention_of_a_chunk_with_a_mask(kind, group, name):
     """More rows than a tile has: tiles of the mask that change nothing are not applied, hidden ends are not read."""
     query_len = 160 // group
     mask = chunk_masks(2 * group, query_len, 400)[kind]
@@ -604,21 +669,37 @@ def test_attention_with_a_mask_and_causal():
     check_attention(query_len=2, length=100, max_len=110, batch=2, group=2, mask=masks(2, 4, 2, 110)["left padding"], is_causal=True)  # fmt: skip # noqa: E501
 
 
-@pytest.mark.parametrize("dtype", [BF16, *wide(FP16, FP32)])
-@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", *wide("bf16", "fp8_e5m2", "fp4_mx_block16")])
-@pytest.mark.parametrize("softcap, with_sinks", [(1.5, False), (0.0, True), (1.5, True)])
-@pytest.mark.parametrize("length, max_len", [(40, 40), (150, 400), *wide((4000, 4096))])
-def test_attention_with_softcap_and_sinks(name, dtype, softcap, with_sinks, length, max_len):
-    """In one share and in several."""
+SOFTCAP_AND_SINKS = [(1.5, False), (0.0, True), (1.5, True)]
+SHARES = [(40, 40), (150, 400), (4000, 4096)]  # length and slots; one share, several, many
+
+
+@pytest.mark.parametrize(
+    "name, softcap_and_sinks, dtype, length_and_slots",
+    [
+        *in_turns(("nvfp4", "fp8_e4m3"), SOFTCAP_AND_SINKS, [BF16], turns=SHARES[:2]),
+        *wide(
+            *in_turns(
+                ("nvfp4", "fp8_e4m3", "bf16", "fp8_e5m2", "fp4_mx_block16"), SOFTCAP_AND_SINKS, DTYPES, turns=SHARES
+            )
+        ),
+    ],
+)
+def test_attention_with_softcap_and_sinks(name, softcap_and_sinks, dtype, length_and_slots):
+    (softcap, with_sinks), (length, max_len) = softcap_and_sinks, length_and_slots
     sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 4.0, 1.0]).bfloat16() if with_sinks else None
     check_attention(
         name, dtype=dtype, length=length, max_len=max_len, group=3, query_scale=0.25, softcap=softcap, sinks=sinks
     )
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", *wide("bf16", "nvfp4")])
-@pytest.mark.parametrize("kind", ["left padding", "rows that see nothing", "additive fp32"])
-def test_attention_with_softcap_sinks_and_a_mask(name, kind):
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        *itertools.product(["left padding", "rows that see nothing", "additive fp32"], ["fp8_e4m3"]),
+        *wide(("left padding", "bf16"), ("rows that see nothing", "nvfp4"), ("additive fp32", "nvfp4")),
+    ],
+)
+def test_attention_with_softcap_sinks_and_a_mask(kind, name):
     mask = masks(2, 4, 2, 110)[kind]
     sinks = torch.linspace(-2, 3, 4)
     check_attention(
@@ -660,11 +741,15 @@ def test_attention_undoes_transforms_and_reads_what_is_kept(key_format, value_fo
     check_attention(key_format, value_format, head_dim=96, query_len=20, length=33, is_causal=True, keep=keep)
 
 
-@pytest.mark.parametrize("softcap, with_sinks", [(1.5, False), (0.0, True), (1.5, True)])
-@pytest.mark.parametrize("length, max_len", [(40, 40), (150, 400)])
-@pytest.mark.parametrize("name, keep", [("fp8_e4m3+centred+rotated", 0), ("nvfp4+centred", 4), ("nvfp4", 4)])
-def test_attention_with_softcap_and_sinks_over_transforms(name, keep, softcap, with_sinks, length, max_len):
+@pytest.mark.parametrize(
+    "name_and_keep, softcap_and_sinks, length_and_slots",
+    in_turns(
+        [("fp8_e4m3+centred+rotated", 0), ("nvfp4+centred", 4), ("nvfp4", 4)], SOFTCAP_AND_SINKS, turns=SHARES[:2]
+    ),
+)
+def test_attention_with_softcap_and_sinks_over_transforms(name_and_keep, softcap_and_sinks, length_and_slots):
     """A centre shifts all scores of a row, which neither a softcap nor a sink bears."""
+    (name, keep), (softcap, with_sinks), (length, max_len) = name_and_keep, softcap_and_sinks, length_and_slots
     sinks = torch.tensor([0.5, -torch.inf, 3.0, -2.0, 4.0, 1.0]).bfloat16() if with_sinks else None
     check_attention(
         name, "nvfp4", length=length, max_len=max_len, group=3, query_scale=0.25, softcap=softcap, sinks=sinks,
@@ -790,26 +875,24 @@ def test_unsupported_inputs_are_named():
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 class TestOnGpu:
-    @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-    @pytest.mark.parametrize("name", FORMATS)
-    @pytest.mark.parametrize(
-        "shape", [dict(batch=4, kv_heads=8, length=4096), dict(length=20011, max_len=32768), dict(batch=64, length=300)]
-    )
-    def test_attention_at_larger_shapes(self, name, dtype, shape):
-        check_attention(name, dtype=dtype, head_dim=128, **shape)
+    SHAPES = [
+        dict(batch=4, kv_heads=8, length=4096),
+        dict(length=20011, max_len=32768),
+        dict(batch=64, length=300),
+        dict(kv_heads=8, length=9000),
+    ]
 
-    @pytest.mark.parametrize("name", FORMATS)
-    def test_two_runs_are_bit_identical(self, name):
-        first, second = (self.attend_seeded(name) for _ in range(2))
+    @pytest.mark.parametrize("name, shape, dtype", in_turns(FORMATS, SHAPES, turns=DTYPES))
+    def test_attention_at_larger_shapes_and_the_same_bits_again(self, name, shape, dtype):
+        first, second = (self.attend_seeded(name, dtype, shape) for _ in range(2))
         assert torch.equal(first, second)
 
     @staticmethod
-    def attend_seeded(name):
+    def attend_seeded(name, dtype, shape):
         torch.manual_seed(1)
-        return check_attention(name, head_dim=128, kv_heads=8, length=9000)
+        return check_attention(name, dtype=dtype, head_dim=128, **shape)
 
-    @pytest.mark.parametrize("query_len", [1, 3])
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name, query_len", in_turns(FORMATS, turns=(1, 3)))
     def test_a_captured_graph_follows_the_counter(self, name, query_len):
         from kvpass.kernels.attention import attention
         from kvpass.kernels.store import store

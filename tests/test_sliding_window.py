@@ -16,6 +16,8 @@ from kvpass.fx_passes.rewrite import ATTENTION, rewrite
 from kvpass.fx_passes.sdpa import SDPA
 from kvpass.layers import SPARE_SLOTS
 
+pytestmark = pytest.mark.usefixtures("no_code_is_generated")
+
 FORMATS = format_names()[:5]
 WINDOW, LONGEST = 16, 112
 SLOTS = WINDOW + SPARE_SLOTS

@@ -14,6 +14,8 @@ from kvpass.fx_passes.stack import LINEAR, _known, find_stacks, stack, unstack
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT = torch.arange(10, 28).view(2, 9)
 
+pytestmark = pytest.mark.usefixtures("no_code_is_generated")
+
 
 def is_view_of_larger(parameter):
     return parameter.untyped_storage().nbytes() > parameter.nbytes

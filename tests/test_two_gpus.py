@@ -10,6 +10,7 @@ import kvpass
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    pytest.mark.xdist_group("two GPUs"),  # which ranks take, once for all tests
 ]
 # Errors are root mean squares against the model in fp32, its K and V stored in the same format. Those of two ways to
 # compute in bf16 differ by how sums are rounded, and by the codes of K and V that turn on it.
