@@ -53,9 +53,9 @@ SHAPES = {
     "decode": AttentionShape(batch=16, kv_heads=8, group=4, head_dim=128, tokens=8180, slots=8192),
     "chunk": AttentionShape(batch=2, kv_heads=8, group=4, head_dim=128, tokens=4084, query=256, slots=4096),
 }
-SMALL_SHAPES = {
-    "decode": AttentionShape(batch=1, kv_heads=2, group=4, head_dim=128, tokens=333, slots=340),
-    "chunk": AttentionShape(batch=1, kv_heads=2, group=4, head_dim=128, tokens=333, query=40, slots=340),
+SMALL_SHAPES = {  # not so small that copies past the L2 cache would be many
+    "decode": AttentionShape(batch=8, kv_heads=8, group=4, head_dim=128, tokens=997, slots=1000),
+    "chunk": AttentionShape(batch=8, kv_heads=8, group=4, head_dim=128, tokens=997, query=40, slots=1000),
 }
 
 
