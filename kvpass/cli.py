@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 import kvpass
+from kvpass import tiles
 from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import WHOLE_HEAD, format_names, get_format
 
@@ -159,11 +160,10 @@ def _kernels(device: torch.device) -> str:
 def _configurations(device: torch.device) -> str:
     """Where the Triton kernels' tiles come from on ``device``."""
     try:
-        configuration: Any = importlib.import_module("kvpass.kernels.configuration")
-        configuration.table(device)
-    except (ImportError, ValueError) as error:
+        tiles.table(device)
+    except ValueError as error:
         return f"not usable: {error}"
-    return str(configuration.source(device) or "built in; `kvpass bench configurations` measures those of this GPU")
+    return str(tiles.source(device) or "built in; `kvpass bench configurations` measures those of this GPU")
 
 
 def _hopper_decode(device: torch.device) -> str:

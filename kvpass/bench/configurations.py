@@ -4,7 +4,7 @@ Each class is measured on one shape and one format. First the tiles are timed in
 an SM at once as the built-in configuration has; then the fastest two with other numbers of programs. A candidate that
 does not compile or does not fit is left out with a reason, and one whose output is wrong fails the command. Of the
 others the fastest that runs all formats of the class on a small case is chosen; the built-in one stays where no other
-is 1% faster. The result is a file as :mod:`kvpass.kernels.configuration` reads it.
+is 1% faster. The result is a file as :mod:`kvpass.tiles` reads it.
 
 The Hopper kernel is measured by ``kvpass bench attention``; what is measured here is the kernel that serves every other
 GPU, and on Hopper what the other does not take.
@@ -19,18 +19,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvpass import ops
 from kvpass.bench.attention import Entry, checked
 from kvpass.bench.case import Case, Pair, Variant, label, stored_variant
 from kvpass.bench.record import environment, table
 from kvpass.bench.shapes import AttentionShape, parse_formats
 from kvpass.bench.timing import Summary, free_memory, interleave
-
-if TYPE_CHECKING:
-    from kvpass.kernels.configuration import Configuration, ShapeClass
+from kvpass.tiles import ALLOWED, Configuration, ShapeClass, built_in, packaged, read, write
 
 # Formats by bits of the wider codec: the first is timed, all must run.
 FORMATS = {
@@ -49,9 +48,9 @@ PROGRAMS = {"decode": (1, 2, 3, 4, 6, 8), "chunk": (1, 2, 3)}
 FINALISTS = 2
 GAIN = 1.01  # below which the built-in configuration stays
 # The last tile is cut: what is past the length is poisoned.
-SHAPES = {
+SHAPES = {  # as many programs as an SM holds are as many splits on a GPU of 128 or a few more
     "decode": AttentionShape(batch=16, kv_heads=8, group=4, head_dim=128, tokens=8180, slots=8192),
-    "chunk": AttentionShape(batch=2, kv_heads=8, group=4, head_dim=128, tokens=4084, query=256, slots=4096),
+    "chunk": AttentionShape(batch=1, kv_heads=8, group=4, head_dim=128, tokens=8180, query=256, slots=8192),
 }
 SMALL_SHAPES = {  # not so small that copies past the L2 cache would be many
     "decode": AttentionShape(batch=8, kv_heads=8, group=4, head_dim=128, tokens=997, slots=1000),
@@ -68,8 +67,6 @@ class Options:
         out: The file; entries for other classes that it has stay.
         rounds: How often each candidate is timed.
         device: ``cuda``; or ``cpu`` under Triton's interpreter, for tests.
-        shapes: The shape of each kind, of which the head_dim is the class's.
-        tiles: Slots of a step, warps and stages of the candidates of each kind.
     """
 
     kinds: list[str]
@@ -78,8 +75,6 @@ class Options:
     out: Path
     rounds: int
     device: torch.device
-    shapes: dict[str, AttentionShape] = dataclasses.field(default_factory=lambda: dict(SHAPES))
-    tiles: dict[str, list[tuple[int, int, int]]] = dataclasses.field(default_factory=lambda: dict(TILES))
 
     @classmethod
     def parse(
@@ -92,12 +87,11 @@ class Options:
         device: torch.device,
     ) -> Options:
         """Options as they are written on the command line, None for all; ``ValueError`` for what is not allowed."""
-        from kvpass.kernels.codecs import interpreting
-        from kvpass.kernels.configuration import ALLOWED, packaged
+        import triton
 
         if rounds < 1:
             raise ValueError(f"rounds is {rounds}; it must be at least 1")
-        if device.type != "cuda" and not interpreting():
+        if device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise ValueError("Triton's kernels need a CUDA GPU; set TRITON_INTERPRET=1 to try the command on a CPU")
         if device.type != "cuda" and out is None:
             raise ValueError("times of a CPU are for tests only; name a file for them with --out")
@@ -144,8 +138,6 @@ def gpu_name(device: torch.device) -> str:
 
 def run(options: Options, progress: Callable[[str], None]) -> int:
     """Measure every class, print its candidates, and write the file after each; 1 where an output was wrong."""
-    from kvpass.kernels.configuration import ShapeClass, read, write
-
     gpu, failed = gpu_name(options.device), False
     if options.out.is_file():
         read(options.out, gpu)  # before the work, what could not be added to
@@ -170,29 +162,22 @@ def run(options: Options, progress: Callable[[str], None]) -> int:
 
 def measure(shape: ShapeClass, options: Options) -> list[Candidate]:
     """Every candidate of a class with its check and its time, the built-in one first."""
-    from kvpass.kernels.configuration import built_in
-
     default = built_in(options.device)[shape]
     pair = parse_formats(FORMATS[shape.bits][0])
-    attention_shape = dataclasses.replace(options.shapes[shape.kind], head_dim=shape.head_dim)
+    attention_shape = dataclasses.replace(SHAPES[shape.kind], head_dim=shape.head_dim)
     case = Case(attention_shape, [pair], "none", torch.bfloat16, options.device)
     tiles = [
         default._replace(block_n=n, num_warps=warps, num_stages=stages, programs_per_sm=_programs(default, n))
-        for n, warps, stages in options.tiles[shape.kind]
+        for n, warps, stages in TILES[shape.kind]
         if SMALLEST <= n * shape.head_dim <= LARGEST
     ]
-    first = _timed(case, pair, _distinct(case, [default, *tiles], []), options.rounds)
+    first = _timed(case, pair, [default, *tiles], options.rounds)
     fastest = sorted((candidate for candidate in first if candidate.summary), key=lambda candidate: candidate.ms)
-    more = [
-        candidate.config._replace(programs_per_sm=programs)
-        for candidate in fastest[:FINALISTS]
-        for programs in PROGRAMS[shape.kind]
-    ]
     finalists = [candidate.config for candidate in fastest[:FINALISTS]]
-    tried = [candidate.config for candidate in first]
-    # Those that are compared are timed in the same rounds.
-    again = list(dict.fromkeys([default, *finalists, *_distinct(case, more, tried)]))
-    second = {candidate.config: candidate for candidate in _timed(case, pair, again, options.rounds)}
+    more = [config._replace(programs_per_sm=n) for config in finalists for n in PROGRAMS[shape.kind]]
+    # What is compared is timed in the same rounds.
+    again = _timed(case, pair, [default, *finalists, *more], options.rounds)
+    second = {candidate.config: candidate for candidate in again}
     return [second.pop(candidate.config, candidate) for candidate in first] + list(second.values())
 
 
@@ -225,28 +210,8 @@ def _programs(default: Configuration, block_n: int) -> int:
     return min(8, max(1, default.programs_per_sm * default.block_n // block_n))
 
 
-def _distinct(case: Case, configs: list[Configuration], tried: list[Configuration]) -> list[Configuration]:
-    """Those that launch something else than those before them, and than those ``tried``."""
-    from kvpass.kernels.attention import splits_of
-
-    shape = case.shape
-    heads, rows = shape.batch * shape.kv_heads, shape.query * shape.group
-
-    def launch(config: Configuration) -> tuple[int, ...]:
-        splits = splits_of(config, heads, rows, shape.max_len, case.device)
-        return (*config[:-1], splits)
-
-    seen = {launch(config) for config in tried}
-    found = []
-    for config in configs:
-        if launch(config) not in seen:
-            seen.add(launch(config))
-            found.append(config)
-    return found
-
-
 def _timed(case: Case, pair: Pair, configs: list[Configuration], rounds: int) -> list[Candidate]:
-    """Compile, check and time ``configs``, in the order given."""
+    """Compile, check and time ``configs``, each once, in the order given."""
     _compile(case, ((config, pair) for config in configs))
     entries = {config: _checked(case, config, pair) for config in configs}
     replays = {str(c): entry.replay for c, entry in entries.items() if entry.replay and not entry.problem}
@@ -262,17 +227,12 @@ def _checked(case: Case, config: Configuration, pair: Pair) -> Entry:
 
 def _variant(case: Case, config: Configuration, pair: Pair) -> Variant:
     """The plain kernel with ``config`` over a cache of these formats, whatever the GPU."""
-    from kvpass.kernels.attention import attention
-
     names, copies = (pair[0].name, pair[1].name), case.stored_copies(pair)
 
     def call(index: int) -> torch.Tensor:
         key, value = copies[index]
-        buffers = (*key, *value)
-        out: torch.Tensor = attention(
-            case.query, *buffers, case.positions, case.mask, case.scale, case.is_causal, *names, config=config
-        )
-        return out
+        call = (case.positions, case.mask, case.scale, case.is_causal, *names)
+        return ops.attention_in(config, case.query, *key, *value, *call)
 
     return dataclasses.replace(stored_variant(case, pair), name=str(config), call=call)
 

@@ -1,6 +1,6 @@
 """Launch attention: on Hopper's decode kernel where that takes a call, on those of
 :mod:`kvpass.kernels.attention_kernels` elsewhere, and how many splits these get. Their tiles are those of
-:mod:`kvpass.kernels.configuration`.
+:mod:`kvpass.tiles`.
 
 The number of splits depends on shapes and the GPU only, so that one captured graph serves every length.
 """
@@ -24,8 +24,8 @@ from kvpass.kernels.codecs import (
     on_device,
     padded_width,
 )
-from kvpass.kernels.configuration import Configuration, configuration
 from kvpass.kernels.rotate import rotate_rows
+from kvpass.tiles import Configuration, configuration
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
@@ -85,13 +85,6 @@ def split_count(programs: int, slots: int, most: int) -> int:
     return next(splits for splits in candidates if busy(splits) >= 0.95 * best)
 
 
-def splits_of(config: Configuration, heads: int, rows: int, max_len: int, device: torch.device) -> int:
-    """Splits of a call with ``heads`` (batch times KV heads) of ``rows`` query rows each."""
-    slots = _sm_count(device) * config.programs_per_sm
-    most = min(256, triton.cdiv(max_len, config.block_n))
-    return split_count(heads * triton.cdiv(rows, config.block_m), slots, most)
-
-
 def _compute_dtype(fmt: KVFormat, query: torch.dtype) -> torch.dtype:
     """The type a dot product with values of ``fmt`` is done in: every value is exact in it."""
     if query == torch.float32:
@@ -122,6 +115,7 @@ def attention(
     value_format: str,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    *,
     config: Configuration | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` to the slots up to ``positions[-1]``, which is read on the device.
@@ -200,7 +194,8 @@ def attention(
         is_fp32 = torch.float32 in (key_dtype, value_dtype)
         config = configuration(key, value, max(key_dim, value_dim), rows, is_fp32, query.device)
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
-    splits = splits_of(config, batch * kv_heads, rows, max_len, query.device)
+    slots = _sm_count(query.device) * config.programs_per_sm
+    splits = split_count(programs, slots, min(256, triton.cdiv(max_len, config.block_n)))
     survey, survey_strides = None, (0, 0, 0)
     if mask is not None and rows > config.block_m:
         survey, survey_strides = _survey(mask, mask_strides, mask_is_bool, kv_heads, group, length, config)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvpass import cli
+from kvpass import tiles as module
 from kvpass.formats import get_format
-from kvpass.kernels import configuration as module
-from kvpass.kernels.configuration import ALLOWED, BUILT_IN, VARIABLE, Configuration, ShapeClass, configuration, table
+from kvpass.tiles import ALLOWED, BUILT_IN, VARIABLE, Configuration, ShapeClass, configuration, table
 
 ROOT = Path(__file__).parents[1]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

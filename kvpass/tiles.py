@@ -3,7 +3,7 @@
 A table has a :class:`Configuration` for each :class:`ShapeClass`. Its entries come from, in this order:
 
 1. the file that the environment variable ``KVPASS_KERNEL_CONFIGURATIONS`` names;
-2. the package's file for the GPU, in ``kernels/configurations``, by the name that CUDA gives it;
+2. the package's file for the GPU, in ``kvpass/kernels/configurations``, by the name that CUDA gives it;
 3. the built-in table, for GPUs never seen.
 
 ``kvpass bench configurations`` measures such a file on the GPU at hand. It holds one JSON object: ``gpu``, the name;
@@ -27,7 +27,7 @@ import torch
 from kvpass.formats import CODECS, KVFormat
 
 VARIABLE = "KVPASS_KERNEL_CONFIGURATIONS"
-FOLDER = Path(__file__).parent / "configurations"
+FOLDER = Path(__file__).parent / "kernels" / "configurations"
 DECODE_ROWS = 16
 
 
@@ -240,7 +240,7 @@ def write(path: Path, gpu: str, made: dict[str, Any], entries: list[dict[str, An
         path: The file. Entries for other shape classes that it has for the same GPU stay as they are.
         gpu: Name of the GPU.
         made: What is worth knowing of where it was measured.
-        entries: Objects as :mod:`kvpass.kernels.configuration` says.
+        entries: Objects as :mod:`kvpass.tiles` says.
 
     Raises:
         ValueError: An entry is not allowed, or the file is there and malformed, or of another GPU.
