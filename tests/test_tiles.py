@@ -161,6 +161,16 @@ def test_own_file_that_is_not_there(gpu, folder, monkeypatch):
         chosen()
 
 
+def test_env_says_which(gpu, folder, monkeypatch):
+    assert cli._configurations(GPU).startswith("built in; `kvpass bench configurations`")
+    table.cache_clear()
+    path = write(folder / "NVIDIA_H200.json", ENTRY)
+    assert cli._configurations(GPU) == str(path)
+    table.cache_clear()
+    monkeypatch.setenv(VARIABLE, str(folder / "none.json"))
+    assert "none.json: cannot be read" in cli._configurations(GPU)
+
+
 # What a file may hold ------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +279,21 @@ def spoil(monkeypatch, action):
 
     right = launcher.attention
     monkeypatch.setattr(launcher, "attention", lambda *args, config: action(config, args, right(*args, config=config)))
+
+
+def test_every_class_has_candidates():
+    pytest.importorskip("triton")
+    from kvpass.bench import configurations
+
+    for shape in BUILT_IN:
+        tiles = configurations.tiles_of(shape)
+        assert 2 <= len(tiles) <= 9 and len(set(tiles)) == len(tiles)
+        assert all(n in ALLOWED["block_n"] and warps in ALLOWED["num_warps"] for n, warps, _ in tiles)
+        classes = {
+            module.shape_class(*configurations.parse_formats(text), shape.head_dim, 1)
+            for text in configurations.FORMATS[shape.bits]
+        }
+        assert classes == {ShapeClass("decode", shape.bits, shape.head_dim)}
 
 
 @interpreted

@@ -37,13 +37,13 @@ FORMATS = {
     8: ("fp8_e4m3", "fp8_e5m2", "int8", "fp8_e4m3/nvfp4"),
     16: ("bf16", "bf16/int8", "fp8_e4m3/bf16"),
 }
-# Slots of a step, warps, stages. Tiles of fewer than SMALLEST values of a head wait for memory too often, and those of
-# more than LARGEST fill the registers.
+# Slots of a step, warps, stages.
 TILES = {
     "decode": [(n, w, s) for n in (32, 64, 128) for w, s in ((4, 2), (4, 3), (8, 3))],
-    "chunk": [(n, w, s) for n in (32, 64, 128) for w, s in ((4, 2), (4, 3), (8, 2))],
+    "chunk": [(n, w, s) for n in (32, 64, 128) for w, s in ((4, 2), (4, 3), (8, 2), (8, 3))],
 }
-SMALLEST, LARGEST = 4096, 16384
+# Values of K in a tile. Smaller ones wait for memory too often, larger ones fill the registers.
+VALUES = {"decode": (4096, 16384), "chunk": (8192, 16384)}
 PROGRAMS = {"decode": (1, 2, 3, 4, 6, 8), "chunk": (1, 2, 3)}
 FINALISTS = 2
 GAIN = 1.01  # below which the built-in configuration stays
@@ -168,8 +168,7 @@ def measure(shape: ShapeClass, options: Options) -> list[Candidate]:
     case = Case(attention_shape, [pair], "none", torch.bfloat16, options.device)
     tiles = [
         default._replace(block_n=n, num_warps=warps, num_stages=stages, programs_per_sm=_programs(default, n))
-        for n, warps, stages in TILES[shape.kind]
-        if SMALLEST <= n * shape.head_dim <= LARGEST
+        for n, warps, stages in tiles_of(shape)
     ]
     first = _timed(case, pair, [default, *tiles], options.rounds)
     fastest = sorted((candidate for candidate in first if candidate.summary), key=lambda candidate: candidate.ms)
@@ -179,6 +178,17 @@ def measure(shape: ShapeClass, options: Options) -> list[Candidate]:
     again = _timed(case, pair, [default, *finalists, *more], options.rounds)
     second = {candidate.config: candidate for candidate in again}
     return [second.pop(candidate.config, candidate) for candidate in first] + list(second.values())
+
+
+def tiles_of(shape: ShapeClass) -> list[tuple[int, int, int]]:
+    """Those of :data:`TILES` that make sense for a class."""
+    smallest, largest = VALUES[shape.kind]
+    fewest_warps = 8 if shape.kind == "chunk" and shape.head_dim > 128 else 1  # the sums of 64 rows fill the registers
+    return [
+        (n, warps, stages)
+        for n, warps, stages in TILES[shape.kind]
+        if smallest <= n * shape.head_dim <= largest and warps >= fewest_warps
+    ]
 
 
 def choose(shape: ShapeClass, candidates: list[Candidate], device: torch.device) -> Candidate | None:
