@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 import kvpass
+from kvpass import tiles
 from kvpass.config import PRESETS, KVQuantConfig
 from kvpass.formats import WHOLE_HEAD, format_names, get_format
 
@@ -135,6 +136,8 @@ def _env(arguments: argparse.Namespace) -> int:
     else:
         rows.append(("GPU", "none"))
     rows.append(("kernels", _kernels(device)))
+    if device.type == "cuda":
+        rows.append(("configurations", _configurations(device)))
     rows.append(("Hopper decode", _hopper_decode(device)))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows))
@@ -152,6 +155,15 @@ def _kernels(device: torch.device) -> str:
     if codecs.native_float8(device):
         return "Triton, native float8 conversions"
     return "Triton, float8 by operations on bits (native conversions need compute capability 8.9)"
+
+
+def _configurations(device: torch.device) -> str:
+    """Where the Triton kernels' tiles come from on ``device``."""
+    try:
+        tiles.table(device)
+    except ValueError as error:
+        return f"not usable: {error}"
+    return str(tiles.source(device) or "built in; `kvpass bench configurations` measures those of this GPU")
 
 
 def _hopper_decode(device: torch.device) -> str:
@@ -346,6 +358,27 @@ def _bench_capacity(arguments: argparse.Namespace) -> int:
     return capacity.run(options, Output.choose("capacity", arguments.record, arguments.out, arguments.json))
 
 
+def _add_bench_configurations(subparsers: Subparsers) -> None:
+    help = "find the fastest tiles of the plain Triton attention on this GPU, and keep them in a file"
+    parser = subparsers.add_parser("configurations", help=help, description=help)
+    parser.add_argument("--device", default="auto", help="cuda, cpu (in Triton's interpreter, for tests) or auto")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="how often each candidate is timed")
+    parser.add_argument("--kind", nargs="+", metavar="KIND", help="decode (at most 16 query rows of a KV head), chunk")
+    parser.add_argument("--bits", nargs="+", type=int, metavar="N", help="of the wider one of K and V: 4 8 16")
+    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="up to which: 64 128 256 512")
+    parser.add_argument("--out", metavar="FILE", help="default: the GPU's file in kvpass/kernels/configurations")
+    parser.set_defaults(run=_bench_configurations)
+
+
+def _bench_configurations(arguments: argparse.Namespace) -> int:
+    from kvpass.bench import configurations
+
+    options = configurations.Options.parse(
+        arguments.kind, arguments.bits, arguments.head_dim, arguments.out, arguments.rounds, _device(arguments.device)
+    )
+    return configurations.run(options, lambda text: print(text, file=sys.stderr, flush=True))
+
+
 def _add_bench_chart(subparsers: Subparsers) -> None:
     help = "draw recorded rows of bench generate"
     parser = subparsers.add_parser("chart", help=help, description=help)
@@ -406,6 +439,7 @@ BENCHMARKS: tuple[Callable[[Subparsers], None], ...] = (
     _add_bench_store,
     _add_bench_generate,
     _add_bench_capacity,
+    _add_bench_configurations,
     _add_bench_chart,
 )
 

@@ -22,6 +22,7 @@ from torch._guards import TracingContext
 
 from kvpass import reference
 from kvpass.formats import KVBuffers, get_format
+from kvpass.tiles import Configuration
 
 
 _KEPT = ("kept", "kept_slots")
@@ -271,6 +272,16 @@ def attention_kernel(
     form = (keep, softcap, has_sinks)
     reason = why_not_hopper(query, kv_heads, value_dim, mask, scale, key_format, value_format, *form)
     return "Hopper" if reason is None else f"Triton (not the Hopper one: {reason})"
+
+
+def attention_in(config: Configuration, *arguments: Any) -> Tensor:
+    """:func:`attention` by the plain Triton kernel in these tiles, whatever is faster here: for benchmarks.
+
+    Takes tensors on CUDA, or on CPU in Triton's interpreter.
+    """
+    from kvpass.kernels.attention import attention as launch
+
+    return launch(*arguments, config=config)
 
 
 def _dequantized_shape(codes: Tensor, format: str) -> tuple[int, ...]:

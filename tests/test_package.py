@@ -19,7 +19,7 @@ PACKAGE = ROOT / "kvpass"
 # A module may import from its own line and from those above it, minus FORBIDDEN. `kvpass` is the package's __init__.
 LAYERS = (
     ("formats", "pretrained", "windows"),
-    ("checkpoint", "scale_files", "scales", "config", "reference"),
+    ("checkpoint", "scale_files", "scales", "config", "reference", "tiles"),
     ("kernels",),
     ("ops",),
     ("architecture", "first_tokens"),

@@ -83,7 +83,7 @@ class Options:
 
 
 @dataclass
-class _Entry:
+class Entry:
     """A variant on its way through check and timing."""
 
     name: str
@@ -121,7 +121,7 @@ def run_case(
     entries = []
     for title, kind, build in builders:
         progress(f"{name}: checking {title}")
-        entries.append(_checked(case, title, kind, build))
+        entries.append(checked(case, title, kind, build))
     progress(f"{name}: timing")
     replays = {entry.name: entry.replay for entry in entries if entry.replay and not entry.problem}
     replays |= {ceiling.name: ceiling.replay for ceiling in ceilings}
@@ -155,9 +155,9 @@ def _builders(case: Case, options: Options) -> list[Builder]:
     return builders
 
 
-def _checked(case: Case, name: str, kind: str, build: Callable[[], Variant]) -> _Entry:
+def checked(case: Case, name: str, kind: str, build: Callable[[], Variant]) -> Entry:
     """Build, capture and check one variant; what goes wrong becomes the entry's ``problem``."""
-    entry = _Entry(name, kind)
+    entry = Entry(name, kind)
     try:
         variant = build()
         replay = prepare(variant.call, variant.copies, case.device)
@@ -176,7 +176,7 @@ def _checked(case: Case, name: str, kind: str, build: Callable[[], Variant]) -> 
     return entry
 
 
-def _row(name: str, shape: AttentionShape, options: Options, entry: _Entry, summary: Summary | None) -> Row:
+def _row(name: str, shape: AttentionShape, options: Options, entry: Entry, summary: Summary | None) -> Row:
     row: Row = {"benchmark": "attention", "case": name, "variant": entry.name, "kind": entry.kind}
     row["status"] = "ok" if summary else "skipped" if (entry.problem or "").startswith("skipped") else "FAILED"
     row |= {"shape": asdict(shape), "dtype": options.dtype, "mask": options.mask}

@@ -97,6 +97,8 @@ ATTENTION_SHAPES: dict[str, AttentionShape] = {
     "decode-1k": AttentionShape(batch=1, kv_heads=8, group=4, head_dim=128, tokens=1024),
     "decode-2k": AttentionShape(batch=1, kv_heads=8, group=4, head_dim=128, tokens=2048),
     "decode-4k": AttentionShape(batch=1, kv_heads=8, group=4, head_dim=128, tokens=4096),
+    # A window of 1,024 in a cache of any length, with --mask bool: a full ring of the window and its spare slots.
+    "window-1k": AttentionShape(batch=1, kv_heads=8, group=4, head_dim=128, tokens=1024 + 32),
     "partial": AttentionShape(batch=32, kv_heads=8, group=4, head_dim=128, tokens=1024, slots=8192),
     "query-4": AttentionShape(batch=32, kv_heads=8, group=4, head_dim=128, tokens=8192, query=4),
     "d64-g3": AttentionShape(batch=32, kv_heads=3, group=3, head_dim=64, tokens=16384),

@@ -1,5 +1,6 @@
 """Launch attention: on Hopper's decode kernel where that takes a call, on those of
-:mod:`kvpass.kernels.attention_kernels` elsewhere, and how many splits and which tiles these get.
+:mod:`kvpass.kernels.attention_kernels` elsewhere, and how many splits these get. Their tiles are those of
+:mod:`kvpass.tiles`.
 
 The number of splits depends on shapes and the GPU only, so that one captured graph serves every length.
 """
@@ -8,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import CODECS, KVBuffers, KVFormat, get_format
+from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.attention_kernels import attention_kernel, reduce_kernel, survey_kernel
 from kvpass.kernels.codecs import (
     check_buffers,
@@ -25,58 +25,10 @@ from kvpass.kernels.codecs import (
     padded_width,
 )
 from kvpass.kernels.rotate import rotate_rows
+from kvpass.tiles import Configuration, configuration
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
-
-
-class Configuration(NamedTuple):
-    """How the attention kernel is launched.
-
-    Attributes:
-        block_m: Query rows of a program (positions times group).
-        block_n: Slots of one step, a multiple of 32.
-        num_warps, num_stages: Triton's.
-        programs_per_sm: How many programs an SM holds at once, from which the number of splits follows.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-
-
-# Decode (at most 16 rows) by (bits of the wider codec, largest head_dim). `programs_per_sm` follows from the registers
-# and the shared memory that these compile to for sm_90; those of head_dim 128 in 4 and 8 bits were the fastest of eight
-# tried on an H200.
-_DECODE = {
-    (4, 64): Configuration(16, 64, 4, 3, 5),
-    (4, 128): Configuration(16, 128, 4, 3, 2),
-    (4, 256): Configuration(16, 32, 4, 3, 3),
-    (4, 512): Configuration(16, 32, 8, 3, 1),
-    (8, 64): Configuration(16, 64, 4, 3, 6),
-    (8, 128): Configuration(16, 128, 4, 3, 2),
-    (8, 256): Configuration(16, 32, 4, 3, 2),
-    (8, 512): Configuration(16, 32, 8, 3, 1),
-    (16, 64): Configuration(16, 64, 4, 2, 8),
-    (16, 128): Configuration(16, 64, 4, 2, 5),
-    (16, 256): Configuration(16, 32, 4, 2, 5),
-    (16, 512): Configuration(16, 32, 8, 2, 2),
-}
-
-
-def configuration(key: KVFormat, value: KVFormat, head_dim: int, rows: int, is_fp32: bool) -> Configuration:
-    """The configuration for ``rows`` query rows of a KV head; ``head_dim`` is the larger of K's and V's."""
-    if is_fp32:  # no tensor cores: whole rows of both operands in registers
-        return Configuration(16, 32, 8 if head_dim > 128 else 4, 1, 2)
-    bits = max(CODECS[key.codec].bits, CODECS[value.codec].bits)
-    if rows > 16:
-        block_m = 32 if rows <= 32 else 64
-        if head_dim > 128:
-            return Configuration(block_m, 32, 8, 2, 1)
-        return Configuration(block_m, 64, 4, 2 if bits == 16 else 3, 2)
-    return _DECODE[bits, max(64, triton.next_power_of_2(head_dim))]
 
 
 @functools.cache
@@ -165,6 +117,8 @@ def attention(
     value_format: str,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    *,
+    config: Configuration | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` to the slots up to ``positions[-1]``, which is read on the device.
 
@@ -182,6 +136,7 @@ def attention(
         key_format, value_format: Names of registered formats.
         softcap: 0 for none, else scaled scores ``s`` become ``softcap * tanh(s / softcap)`` before the mask.
         sinks: None, or ``[heads]`` bf16, fp16 or fp32: logits that join the softmax of every row of their head.
+        config: None for what is best known here. Given, it is what the kernel here runs with, on a Hopper GPU too.
 
     Returns:
         ``[batch, heads, length, value_dim]`` in ``query.dtype``; rows that see nothing are zero.
@@ -209,7 +164,9 @@ def attention(
         _check_mask(mask, batch, heads, length)
     call = (positions, mask, scale, is_causal, key_format, value_format, softcap, sinks)
     hopper, group = _hopper(), heads // kv_heads
-    takes_hopper = hopper is not None and hopper.supports(query, *key_buffers, *value_buffers, *call) is None
+    takes_hopper = (
+        config is None and hopper is not None and hopper.supports(query, *key_buffers, *value_buffers, *call) is None
+    )
     score_offset = None
     if key_centre is not None and (softcap or sinks is not None):
         # Neither bears the shift of a row's scores that leaving out K's centre is.
@@ -235,7 +192,9 @@ def attention(
 
     rows = length * group
     key_dtype, value_dtype = _compute_dtype(key, dtype), _compute_dtype(value, dtype)
-    config = configuration(key, value, max(key_dim, value_dim), rows, torch.float32 in (key_dtype, value_dtype))
+    if config is None:
+        is_fp32 = torch.float32 in (key_dtype, value_dtype)
+        config = configuration(key, value, max(key_dim, value_dim), rows, is_fp32, query.device)
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
     slots = _sm_count(query.device) * config.programs_per_sm
     splits = split_count(programs, slots, min(256, triton.cdiv(max_len, config.block_n)))
