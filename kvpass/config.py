@@ -2,7 +2,7 @@
 
 A file or dictionary has the fields of the class; only what differs from the defaults needs to be there::
 
-    format: nvfp4+4over6     # of K and V; or a preset: fast, balanced, compact
+    format: nvfp4+4over6     # of K and V; or a preset: fast, accurate, balanced, compact
     value_format: fp8_e4m3   # or apart
     keep_first: 4            # tokens in bf16, the first
     keep_last: 8             # and the newest
@@ -90,8 +90,9 @@ class LayerFormats(NamedTuple):
 _KEEP = {"keep_first": 4, "keep_last": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"key_format": "fp8_e4m3+centred", "value_format": "fp8_e4m3"},
+    "accurate": {"key_format": "fp8_e4m3+centred+rotated", "value_format": "fp8_e4m3"} | _KEEP,
     "balanced": {"key_format": "fp8_e4m3+centred+rotated", "value_format": "nvfp4+4over6"} | _KEEP,
-    "compact": {"key_format": "nvfp4+centred+rotated+sweep", "value_format": "nvfp4+sweep"} | _KEEP,
+    "compact": {"key_format": "nvfp4+centred+rotated+4over6", "value_format": "nvfp4+4over6"} | _KEEP,
 }
 
 
@@ -255,7 +256,8 @@ class KVQuantConfig:
 
         Args:
             name: ``fast`` (FP8 and no work beside it: K is centred, since some models' K does not fit without),
-                ``balanced`` (K in FP8, V in FP4: close to bf16 at 6.25 bits) or ``compact`` (FP4 for both).
+                ``accurate`` (FP8, closest to bf16), ``balanced`` (K in FP8, V in FP4: as close, at 6.25 bits) or
+                ``compact`` (FP4 for both).
             changes: Fields that replace the preset's.
         """
         if name not in PRESETS:

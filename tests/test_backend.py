@@ -433,4 +433,4 @@ class TestTransforms:
         model = tiny_llama()
         cache = StaticCache(config=model.config, max_cache_len=32)
         run(torch.compile(model, backend="kvquant", options={"format": "compact"}), cache, ids, prefill=model)
-        assert cache.layers[0].keys.format == "nvfp4+centred+rotated+sweep"
+        assert cache.layers[0].keys.format == "nvfp4+centred+rotated+4over6"

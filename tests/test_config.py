@@ -203,7 +203,7 @@ class TestPresets:
     def test_fields_beside_it_win(self):
         config = KVQuantConfig.from_dict({"format": "compact", "keep_first": 8, "strict": True})
         assert config == KVQuantConfig.preset("compact", keep_first=8, strict=True)
-        assert (config.keep_first, config.value.name) == (8, "nvfp4+sweep")
+        assert (config.keep_first, config.value.name) == (8, "nvfp4+4over6")
 
     def test_unknown(self):
         with pytest.raises(ValueError, match="unknown preset 'compct'; known: fast, .*Did you mean 'compact'"):

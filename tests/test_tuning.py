@@ -141,9 +141,9 @@ class TestTune:
     def test_defaults_are_transformed_formats_and_keep_the_first_tokens(self, model, ids):
         config = run(model, [ids], bits=4.6, candidates=None).config
         layers = [config.layer(index) for index in range(2)]
-        assert config.keep_first == 4
-        assert {layer.key.name for layer in layers} == {"nvfp4+centred+rotated+sweep"}
-        assert {layer.value.name for layer in layers} == {"nvfp4+sweep"}
+        assert (config.keep_first, config.keep_last) == (4, 8)
+        assert {layer.key.name for layer in layers} == {"nvfp4+centred+rotated+4over6"}
+        assert {layer.value.name for layer in layers} == {"nvfp4+4over6"}
 
     def test_the_whole_range(self, model, ids):
         assert run(model, [ids], bits=4.5).config == KVQuantConfig("nvfp4")

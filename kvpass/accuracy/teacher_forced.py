@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,7 @@ from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.hf import decode_step
 from kvpass.windows import Data, cache_argument, token_batches
 
-DEFAULT_FORMATS = ("bf16", "fp8_e4m3", "fast", "balanced", "compact", "nvfp4")
+DEFAULT_FORMATS = ("bf16", "fp8_e4m3", "fast", "accurate", "balanced", "compact", "nvfp4")
 Formats = Sequence[ConfigLike] | Mapping[str, ConfigLike]
 
 
@@ -121,7 +122,7 @@ def evaluate(
         model.train(was_training)
     model_config = cast(Any, model).config
     settings = {
-        "model": model_config.name_or_path or model_config.model_type,
+        "model": _name(model_config),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         **{"window": window, "skip_tokens": skip_tokens, "skip_first": skip_first, "chunk": chunk, "decode": decode},
         **{"batch_size": batch_size, "resamples": resamples, "seed": seed},
@@ -134,6 +135,12 @@ def evaluate(
         result = (variant.name, variant.config, bits, overall, tuple(by_position), of_layers, scores[variant.name])
         results.append(FormatResult(*result))
     return Evaluation(tuple(results), len(variants[0].tally.sums), tuple(settings.items()), scores[None])
+
+
+def _name(model_config: Any) -> str:
+    """The model's id, or the name of its folder; without either its type."""
+    name = str(model_config.name_or_path or model_config.model_type)
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def named_configs(formats: Formats) -> dict[str, KVQuantConfig]:

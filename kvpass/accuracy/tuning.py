@@ -36,9 +36,9 @@ from kvpass.scale_files import write_whole
 from kvpass.windows import Data, WindowLayer, cache_argument, token_batches
 
 # What K and V can be stored in unless told otherwise. bf16 costs a bf16 model no error, and nothing to measure.
-DEFAULT_CANDIDATES = ("nvfp4+centred+rotated+sweep", "fp8_e4m3+centred+rotated", "bf16")
-DEFAULT_VALUE_CANDIDATES = ("nvfp4+sweep", "fp8_e4m3", "bf16")
-DEFAULT_BASE = KVQuantConfig(keep_first=4)
+DEFAULT_CANDIDATES = ("nvfp4+centred+rotated+4over6", "fp8_e4m3+centred+rotated", "bf16")
+DEFAULT_VALUE_CANDIDATES = ("nvfp4+4over6", "fp8_e4m3", "bf16")
+DEFAULT_BASE = KVQuantConfig(keep_first=4, keep_last=8)
 _SIDES = ("K", "V")
 _ROWS_SHOWN = 12
 
