@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 
 from kvpass import ops  # registers the operators that graphs refer to
-from kvpass.config import KVQuantConfig, LayerConfig
+from kvpass.config import KVQuantConfig
 from kvpass.formats import KVBuffers, unknown_name
 from kvpass.fx_passes.match import STORE, Site, find_sites
 from kvpass.fx_passes.report import GraphReport, describe

@@ -200,11 +200,11 @@ class KVQuantConfig:
             ValueError: Scales without this layer, or a selector that needs to know the model.
         """
         key, value = map(get_format, self._formats_of(index, types))
-        keep = {"keep_first": self.keep_first, "keep_last": self.keep_last}
+        config = LayerConfig(key, value, keep_first=self.keep_first, keep_last=self.keep_last)
         if self.scales is None:
-            return LayerConfig(key, value, **keep)
+            return config
         try:
-            return LayerConfig(key, value, **self.scales[index].tensors(key, value)._asdict(), **keep)
+            return config._replace(**self.scales[index].tensors(key, value)._asdict())
         except ValueError as error:
             raise ValueError(f"{self.scales.source}: layer {index}: {error}") from error
 

@@ -24,7 +24,6 @@ from kvpass import reference
 from kvpass.formats import KVBuffers, get_format
 from kvpass.tiles import Configuration
 
-
 _KEPT = ("kept", "kept_slots")
 
 

@@ -32,8 +32,8 @@ hopper = lambda test: gpu[0](gpu[1](test))  # noqa: E731
 
 
 def make_buffers(name, batch, kv_heads, max_len, head_dim, length, device, keep=0):
-    """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others; a third of ``keep`` slots
-    are the first, the others the newest."""
+    """Buffers of ``max_len`` slots, random K or V in the first ``length``, 0xFF in all others. Of the ``keep`` slots, a
+    third are the first, the others the newest."""
     fmt = get_format(name)
     buffers = fmt.allocate(batch, kv_heads, max_len, head_dim, "cpu", keep=keep)
     for tensor in (buffers.codes, buffers.block_scale):

@@ -103,8 +103,8 @@ class Evaluation:
         keeping = [result.name for result in self.formats if result.config.keep_last]
         if keeping and settings["decode"] < settings["window"] - 1 and settings["chunk"] > 1:
             parts.append(
-                f"\nThe newest tokens, which {', '.join(keeping)} keep in bf16 (keep_last), are those before each token "
-                f"only where tokens run singly, here the last {settings['decode']} of each window: "
+                f"\nThe newest tokens, which {', '.join(keeping)} keep in bf16 (keep_last), are those before each "
+                f"token only where tokens run singly, here the last {settings['decode']} of each window: "
                 f"decode={settings['window'] - 1} measures what generate does"
             )
         if len(self.formats[0].by_position) > 1:
