@@ -20,6 +20,7 @@ from kvpass.formats import KVBuffers, get_format
 
 pytest.importorskip("triton")
 hopper_decode = pytest.importorskip("kvpass.kernels.hopper_decode")
+hopper_kernels = pytest.importorskip("kvpass.kernels.hopper_kernels")
 attention = pytest.importorskip("kvpass.kernels.attention").attention  # goes there, with the rotations around it
 
 ON_HOPPER = (
@@ -359,7 +360,7 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
 
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs triton's interpreter")
-    monkeypatch.setattr(hopper_decode.tl.extra.cuda, "gdc_wait", lambda *args, **kwargs: None)
+    monkeypatch.setattr(hopper_kernels.tl.extra.cuda, "gdc_wait", lambda *args, **kwargs: None)
     torch.manual_seed(0)
     batch, kv_heads, group, tokens, dim, keep, splits = 2, 2, 2, 2, 64, 4, 1
     rows, scale, unpacked = group * tokens, 0.125, 2.0**14
@@ -389,7 +390,7 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
     shift = centre.repeat_interleave(group, 0)[None, :, None] * sees
     for sinks, given, added in ((None, centre, shift), (torch.linspace(-2, 3, kv_heads * group), None, 0.0)):
         out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
-        hopper_decode._combine_kernel[(batch * kv_heads * rows, 2)](
+        hopper_kernels.combine_kernel[(batch * kv_heads * rows, 2)](
             parts.contiguous(), statistics, out, tensor_scale, given, sinks, positions, 64, splits, kv_heads, unpacked,
             query, kept_key, kept_value, kept_slots, mask if masked else None, scale, *query.stride()[:3],
             mask.stride(0), 0, mask.stride(2), mask.stride(3),
@@ -498,7 +499,7 @@ def compile_without_gpu() -> None:
 
     triton.runtime.driver.set_active(CompileOnly())
     hopper_decode._device = lambda index: ((9, 0), 132)
-    for name in ("_decode_kernel", "_combine_kernel"):
+    for name in ("decode_kernel", "combine_kernel"):
         setattr(hopper_decode, name, Warmup(getattr(hopper_decode, name)))
     spilled = []
     for name, head_dim, batch, max_len, group, mask_shape, capped, keep in COMPILED_SHAPES:
