@@ -16,14 +16,7 @@ import triton.language as tl
 
 from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.attention_kernels import attention_kernel, reduce_kernel, survey_kernel
-from kvpass.kernels.codecs import (
-    check_buffers,
-    constexprs,
-    interpreting,
-    native_float8,
-    on_device,
-    padded_width,
-)
+from kvpass.kernels.codecs import check_buffers, constexprs, interpreting, native_float8, on_device, padded_width
 from kvpass.kernels.rotate import rotate_rows
 from kvpass.tiles import Configuration, configuration
 

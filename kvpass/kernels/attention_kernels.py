@@ -19,7 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpass.kernels.codecs import code_factor, kept_range, load_values, put_kept, round_to, to_float32
+from kvpass.kernels.codecs import round_to, to_float32
+from kvpass.kernels.decode import code_factor, kept_range, load_values, put_kept
 
 
 @triton.jit

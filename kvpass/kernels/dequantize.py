@@ -10,8 +10,6 @@ from kvpass.formats import KVBuffers, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
-    kept_rows,
-    load_values,
     native_float8,
     on_device,
     padded_width,
@@ -20,6 +18,7 @@ from kvpass.kernels.codecs import (
     round_to,
     to_float32,
 )
+from kvpass.kernels.decode import kept_rows, load_values
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_N = 32

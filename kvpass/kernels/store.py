@@ -9,11 +9,7 @@ import triton.language as tl
 from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
-    choose_block_scale,
     constexprs,
-    encode_e2m1,
-    encode_float8,
-    encode_int8,
     on_device,
     padded_width,
     rotate,
@@ -22,6 +18,7 @@ from kvpass.kernels.codecs import (
     scale_slot,
     to_float32,
 )
+from kvpass.kernels.encode import choose_block_scale, encode_e2m1, encode_float8, encode_int8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
