@@ -26,12 +26,12 @@ SLOTS, PROMPT, TOKENS = 40, 9, 30  # past the window, which is 16
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_model_is_as_with_eager_attention(name):
-    model = MODELS[name].model()
+def test_a_model_is_as_with_eager_attention(name, device):
+    model = MODELS[name].model().to(device)
     flex = copy.deepcopy(model)
     flex.set_attn_implementation("flex_attention")
-    ids = torch.randint(4, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    mask = (torch.arange(SLOTS) >= torch.tensor([[0], [4]])).long()
+    ids = torch.randint(4, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = (torch.arange(SLOTS) >= torch.tensor([[0], [4]])).long().to(device)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
 
     def call(which, cache, start, end):
