@@ -120,13 +120,12 @@ class KVQuantConfig:
         keep_first: How many of the first tokens are kept in bf16 too, and read from there: the "sink" tokens that
             every other one attends to. At most 64. In layers of full self-attention only.
         keep_last: How many of the newest tokens are kept in bf16 too, and read from there. At most 64. In layers of
-            self-attention. A prompt that goes on in a cache is one piece: each of its tokens sees the newest of the
-            whole cache so, not those before itself.
+            self-attention; the ring of a sliding window is rounded up to a multiple of them. A prompt that goes on in a
+            cache is one piece: each of its tokens sees the newest of the whole cache so, not those before itself.
 
     Raises:
         ValueError: An unknown format, a selector that is none of the above, scales that are not valid, a ``strict`` or
-            ``stack_linears`` that is no boolean, or a ``keep_first`` or ``keep_last`` out of
-            range.
+            ``stack_linears`` that is no boolean, or a ``keep_first`` or ``keep_last`` out of range.
     """
 
     format: str = "fp8_e4m3"

@@ -19,6 +19,7 @@ from kvpass import ops, reference
 from kvpass.config import LayerConfig
 from kvpass.first_tokens import learn
 from kvpass.formats import KVBuffers, KVFormat, check_centre
+from kvpass.scales import ScaleTensors
 
 # Slots of a ring beyond its window. So many tokens can be cropped from a full ring (a rejected draft of assisted
 # decoding), and one more added at once, without losing what the window still needs.
@@ -55,7 +56,8 @@ class QuantizedLayer(CacheLayerMixin):
         self.max_cache_len, self.is_sliding = max_cache_len, window is not None
         self.window = min(window or max_cache_len, max_cache_len)
         slots = self.window + SPARE_SLOTS
-        if config.keep_last:  # what is kept of the newest tokens is a ring too, that must go round with this one
+        if config.keep_last and {config.key.codec, config.value.codec} != {"bf16"}:
+            # What is kept of the newest tokens is a ring too, that must go round with this one.
             slots = config.keep_first + -(-(slots - config.keep_first) // config.keep_last) * config.keep_last
         self.slots = min(slots, max_cache_len)
         self.is_initialized = False
@@ -161,7 +163,8 @@ class QuantizedLayer(CacheLayerMixin):
         """
         if not self.is_empty:
             raise ValueError("the layer holds tokens that were stored with its present scales; call reset() first")
-        self.config = config
+        given = {name: getattr(config, name) for name in ScaleTensors._fields}
+        self.config = self.config._replace(**given)
         if self.is_initialized:
             new = (self.key, config.key_scale, config.key_centre), (self.value, config.value_scale, config.value_centre)
             for buffers, scale, centre in new:

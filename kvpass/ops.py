@@ -3,13 +3,13 @@
 Each takes the cache's buffers (:class:`kvpass.formats.KVBuffers`) as plain tensors and a format by its name. On CUDA
 the implementation is the Triton kernels, imported at the first call; everywhere else it is :mod:`kvpass.reference`.
 
-``positions`` (``[length]`` int64, ascending) are the slots of the tokens of one call. The cache is written there, and
-read up to ``positions[-1]``: nothing past it is touched, whatever it holds. (Of a ring, in which the token at position
-``p`` is in slot ``p % slots``: it is written at those, and once full it is read up to its last slot. ``unroll`` and
-``ring_mask`` say which position each slot holds.) During decode it is the cache's own
-counter, so no operator needs a launch to find its place. A position past the last slot is an error on CPU; on CUDA,
-where raising would mean waiting for the device at every token, nothing is written and attention yields NaN, so a cache
-that runs over inside a compiled graph never returns a plausible number.
+``positions`` (``[length]`` int64, ascending, no two alike) are the slots of the tokens of one call. The cache is
+written there, and read up to ``positions[-1]``: nothing past it is touched, whatever it holds. (Of a ring, in which the
+token at position ``p`` is in slot ``p % slots``: it is written at those, and once full it is read up to its last slot.
+``unroll`` and ``ring_mask`` say which position each slot holds.) During decode it is the cache's own counter, so no
+operator needs a launch to find its place. A position past the last slot is an error on CPU; on CUDA, where raising
+would mean waiting for the device at every token, nothing is written and attention yields NaN, so a cache that runs over
+inside a compiled graph never returns a plausible number.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.T
     buffers.codes.index_copy_(2, positions, codes)
     if block_scale is not None and buffers.block_scale is not None:
         _write_scales(buffers.block_scale, block_scale, positions)
-    if buffers.kept is not None and buffers.kept_slots is not None:
+    if buffers.kept is not None and buffers.kept_slots is not None and len(positions):
         rows = kept_rows(positions, buffers.kept.shape[2], keep_first, buffers.codes.shape[2])
         is_kept = rows >= 0
         buffers.kept_slots[torch.isin(buffers.kept_slots, positions)] = -1  # rows of what is overwritten
@@ -182,13 +182,13 @@ def kept_rows(positions: torch.Tensor, keep: int, keep_first: int, max_len: int)
     """Where the tokens of one call are kept in bf16.
 
     Slots below ``keep_first`` have a row each. The others share what is left, the ``keep - keep_first`` newest at a
-    time: slot ``s`` has row ``keep_first + (s - keep_first) % (keep - keep_first)`` until a newer one needs it. So each
-    slot that is written takes its row, or leaves it to a later one of the same call: no row is ever of another token
-    than the one its slot holds.
+    time: slot ``s`` has row ``keep_first + (s - keep_first) % (keep - keep_first)`` until a newer one needs it. Of
+    consecutive slots each takes its row, or leaves it to a later one of the same call; of others, those that do neither
+    have to be looked for in ``kept_slots``, so that no row is ever of another token than the one its slot holds.
 
     Args:
-        positions: ``[length]`` int64: consecutive slots; in a ring, the first follows the last of ``max_len``, and
-            ``max_len - keep_first`` is a multiple of ``keep - keep_first``.
+        positions: ``[length]`` int64, slots, no two alike. The newest is the last. In a ring, slot 0 follows slot
+            ``max_len - 1``, and ``max_len - keep_first`` is a multiple of ``keep - keep_first``.
 
     Returns:
         ``[length]`` int64: rows, no two alike; -1 for what is not kept.

@@ -35,12 +35,13 @@ class ReleasedBuffer(Tensor):
     Attributes:
         buffers: Where the data is.
         format: The format's name.
-        keep_first: First slots that are kept in bf16.
+        keep_first, keep_last: How many of the first and of the newest slots are kept in bf16.
     """
 
     buffers: KVBuffers
     format: str
     keep_first: int
+    keep_last: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,16 +63,20 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
 
     Both become :class:`ReleasedBuffer`; where they already are, nothing happens. Centres and tensor scales that are not
-    given are taken from the first tokens that are there (:func:`kvpass.first_tokens.learn`).
+    given are taken from the first tokens that are there (:func:`kvpass.first_tokens.learn`). The newest tokens, where
+    some are kept in bf16, are taken to end with the last slot that is not zero.
 
     Raises:
         ValueError: The cache was quantized in other formats before.
     """
     for tensor, fmt in ((key, config.key), (value, config.value)):
-        if isinstance(tensor, ReleasedBuffer) and tensor.format != fmt.name:
-            raise ValueError(
-                f"this StaticCache is stored as {tensor.format}, and {fmt.name} is asked for; make a new one"
-            )
+        wanted = (fmt.name, config.keep_first, config.keep_last)
+        if isinstance(tensor, ReleasedBuffer) and (tensor.format, tensor.keep_first, tensor.keep_last) != wanted:
+            names = [
+                f"{name} with {first} + {last} tokens kept in bf16" if first or last else name
+                for name, first, last in ((tensor.format, tensor.keep_first, tensor.keep_last), wanted)
+            ]
+            raise ValueError(f"this StaticCache is stored as {names[0]}, and {names[1]} is asked for; make a new one")
     if isinstance(key, ReleasedBuffer):
         return
     slots = torch.arange(key.shape[2], device=key.device)
@@ -81,8 +86,8 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     learn(config, *new, first, value, is_written)
     settings = config.key.name, config.value.name, config.keep_first
     ops.store(key, value, slots, *new[0], *new[1], *settings)
-    if config.keep_last:  # of the tokens that are there, not of the last slots
-        last = torch.where((key != 0).transpose(0, 2).flatten(1).any(1), slots, 0).amax()
+    if config.keep_last and any(buffers.kept is not None for buffers in new):
+        last = torch.where(key.any(dim=(0, 1, 3)), slots, 0).amax()
         newest = (last + 1 - config.keep_last).clamp(min=0) + slots[: config.keep_last]
         tokens = (x.index_select(2, newest) for x in (key, value))
         ops.store(*tokens, newest, *new[0], *new[1], *settings)
@@ -92,7 +97,7 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
         tensor.data = _hollow(tensor)
         tensor.__class__ = ReleasedBuffer
         tensor.buffers, tensor.format = buffers, fmt.name  # type: ignore[attr-defined]
-        tensor.keep_first = config.keep_first  # type: ignore[attr-defined]
+        tensor.keep_first, tensor.keep_last = config.keep_first, config.keep_last  # type: ignore[attr-defined]
 
 
 def _hollow(tensor: Tensor) -> Tensor:

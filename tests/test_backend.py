@@ -150,6 +150,16 @@ class TestStaticCache:
         with pytest.raises(ValueError, match="stored as nvfp4, and fp8_e4m3 is asked for"):
             run(torch.compile(model, backend="kvquant"), cache, ids[:, :3], start=1)
 
+    @pytest.mark.parametrize("keep", [(2, 4), (4, 2), (0, 0)])
+    def test_kept_otherwise_than_before(self, tiny_llama, ids, keep):
+        model = tiny_llama()
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        first, then = ({"format": "nvfp4", "keep_first": a, "keep_last": b} for a, b in ((1, 5), keep))
+        run(torch.compile(model, backend="kvquant", options=first), cache, ids, prefill=model)
+        match = r"stored as nvfp4 with 1 \+ 5 tokens kept in bf16, and nvfp4.* is asked for; make a new one"
+        with pytest.raises(ValueError, match=match):
+            run(torch.compile(model, backend="kvquant", options=then), cache, ids[:, :3], start=1)
+
     def test_views_taken_before_the_release_stay_valid(self, tiny_llama, ids):
         model = tiny_llama()
         cache = StaticCache(config=model.config, max_cache_len=32)

@@ -272,6 +272,29 @@ def test_store_keeps_the_first_and_the_newest_slots(name, start, length, keep, m
     check_store(x, x, torch.arange(length) + start, name, name, max_len, keep=keep)
 
 
+def test_store_forgets_what_is_kept_of_a_slot_that_another_token_takes():
+    """Slots with gaps between them: what is written and not kept has no row that still holds what was there before."""
+    fmt = get_format("nvfp4")
+    expected = poisoned_buffers(fmt, 2, 2, 40, 64, 8)
+    actual = to_device(clone(expected))
+    for slots in (torch.arange(20), torch.tensor([17, 30]), torch.tensor([19, 2, 18]), torch.tensor([2, 30, 35])):
+        x = spread(2, 2, len(slots), 64).to(BF16)
+        reference.write(expected, fmt, x, slots, 4)
+        launch_store(x.to(DEVICE), x.to(DEVICE), slots, actual, actual, "nvfp4", "nvfp4", 4)
+        assert_same_bytes(actual, expected)
+    assert 17 not in expected.kept_slots and 2 in expected.kept_slots
+
+
+def test_store_keeps_no_more_than_there_are_rows():
+    fmt = get_format("nvfp4")
+    expected = poisoned_buffers(fmt, 1, 2, 16, 64, 4)
+    actual = to_device(clone(expected))
+    x = spread(1, 2, 9, 64)
+    reference.write(expected, fmt, x, torch.arange(9), 8)
+    launch_store(x.to(DEVICE), x.to(DEVICE), torch.arange(9), actual, actual, "nvfp4", "nvfp4", 8)
+    assert_same_bytes(actual, expected)
+
+
 def test_store_keeps_the_newest_slots_of_a_ring():
     """Pieces that go round: 4 rows for 24 slots, beside 4 of the first."""
     fmt = get_format("nvfp4")

@@ -15,7 +15,8 @@ BITS_AT = 2048  # tokens at which bits per value are counted
 
 def stored(config: LayerConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """What a layer's cache gives back for all tokens of ``key`` and ``value`` (``[batch, kv_heads, length,
-    head_dim]``), once they have been stored as ``config`` says: a prefill of :data:`PREFILL` tokens, then the rest."""
+    head_dim]``), once they have been stored as ``config`` says: a prefill of :data:`PREFILL` tokens, then the rest. Of
+    what it keeps in bf16, the newest are those at the end."""
     length = key.shape[2]
     layer = QuantizedLayer(config, length)
     prefill = min(PREFILL, length - 1)  # the last token at least is not of the prefill, and so has the bytes read

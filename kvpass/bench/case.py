@@ -123,8 +123,10 @@ class Case:
         return self.key[row, head, :end].double(), self.value[row, head, :end].double()
 
     def stored_bytes(self, pair: Pair) -> int:
-        """:meth:`visible_bytes` of a cache in these formats."""
-        return self.visible_bytes(sum(fmt.bytes_per_token(self.shape.kv_heads, self.shape.head_dim) for fmt in pair))
+        """:meth:`visible_bytes` of a cache in these formats, and what is kept in bf16."""
+        shape = self.shape
+        kept = 2 * 2 * shape.batch * shape.kv_heads * shape.head_dim * sum(self.keep)
+        return kept + self.visible_bytes(sum(fmt.bytes_per_token(shape.kv_heads, shape.head_dim) for fmt in pair))
 
     def stored_copies(self, pair: Pair) -> list[tuple[KVBuffers, KVBuffers]]:
         """K and V in these formats, as often as the rotation needs them."""

@@ -107,5 +107,9 @@ def check_buffers(what: str, fmt: KVFormat, buffers: KVBuffers) -> None:
         if (getattr(buffers, name) is not None) != needed:
             state = "needed" if needed else "not part of this format"
             raise ValueError(f"{what}_{name} is {'missing' if needed else 'given'} and {state} ({fmt.name!r})")
+    kept, kept_slots = buffers.kept, buffers.kept_slots
+    rows = [None if t is None else t.shape[axis] for t, axis in ((kept, 2), (kept_slots, 0))]
+    if rows[0] != rows[1] or (kept_slots is not None and kept_slots.dtype != torch.int32):
+        raise ValueError(f"{what}_kept has {rows[0]} rows, and {what}_kept_slots {rows[1]}; as many int32 are needed")
     if not all(tensor.is_contiguous() for tensor in buffers.tensors()):
         raise ValueError(f"{what} buffers must be contiguous; codes have strides {buffers.codes.stride()}")

@@ -91,6 +91,14 @@ def _store_rows(
             kept_row = tl.where(is_kept, kept_row, KEEP_FIRST + (kept_row - KEEP_FIRST) % (KEEP - KEEP_FIRST))
             is_kept |= age < KEEP - KEEP_FIRST
         is_kept &= (slot >= 0) & (slot < max_len)
+        if KEEP > KEEP_FIRST:
+            # Where slots are consecutive, a row that is not taken by its slot's new token is taken by a later one.
+            # Elsewhere it may hold the old token: then it is of no slot any more.
+            is_lost = (is_kept == 0) & (slot >= 0) & (slot < max_len) & (batch_head == 0)
+            held = tl.load(kept_slots + kept_row, mask=is_lost, other=-1)
+            is_lost &= held == slot
+            if tl.max(is_lost.to(tl.int32), 0) > 0:
+                tl.atomic_cas(kept_slots + tl.where(is_lost, kept_row, 0), tl.where(is_lost, held, -2), -1)
         at = kept + (batch_head * KEEP + kept_row)[:, None] * HEAD_DIM + column
         tl.store(at, round_to(value, tl.bfloat16), mask=is_kept[:, None] & (column < HEAD_DIM))
         tl.store(kept_slots + kept_row, slot.to(tl.int32), mask=is_kept & (batch_head == 0))
@@ -227,7 +235,7 @@ def store(
 
     Args:
         key, value: ``[batch, kv_heads, length, head_dim]`` bf16, fp16 or fp32, any strides; ``head_dim`` may differ.
-        positions: ``[length]`` int64, consecutive. A token whose slot is outside the cache is not stored.
+        positions: ``[length]`` int64, no two alike. A token whose slot is outside the cache is not stored.
         key_codes ... value_kept_slots: The buffers, contiguous (:class:`kvpass.formats.KVBuffers`).
         key_format, value_format: Names of registered formats.
         keep_first: Slots below it are kept in bf16, and the newest in the rows that this leaves
@@ -287,7 +295,7 @@ def store(
             VALUE_DIM=value_dim,
             VALUE_WIDTH=padded_width(value_row, value_dim),
             **_constexprs(value_row, value_dim, value_kept, "VALUE_"),
-            KEEP_FIRST=keep_first,
+            KEEP_FIRST=min(keep_first, max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))),
             BLOCK_ROWS=block_rows,
             ONE_HEAD=one_head,
             num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
