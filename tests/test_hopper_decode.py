@@ -4,15 +4,12 @@ Every slot past the length holds 0xFF, a NaN as fp8 code and as block scale, so 
 """
 
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
+import compile_only
 import pytest
 import torch
 import torch.nn.functional as F
+from compile_only import only_compile, spilled_bytes
 from products import in_turns
 
 from kvpass import reference
@@ -476,34 +473,12 @@ COMPILED_SHAPES = [
 
 
 def compile_without_gpu() -> None:
-    """Take `COMPILED_SHAPES` through the launcher with a driver that only compiles; print the bytes of spills."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    class CompileOnly:
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-    class Warmup:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: compiled.append(self.kernel.warmup(*args, grid=grid, **options))
-
-    triton.runtime.driver.set_active(CompileOnly())
+    """Take `COMPILED_SHAPES` through the launcher; print the bytes of spills."""
+    compiled = only_compile({hopper_decode: ("decode_kernel", "combine_kernel")})
     hopper_decode._device = lambda index: ((9, 0), 132)
-    for name in ("decode_kernel", "combine_kernel"):
-        setattr(hopper_decode, name, Warmup(getattr(hopper_decode, name)))
     spilled = []
     for name, head_dim, batch, max_len, group, mask_shape, capped, keep in COMPILED_SHAPES:
-        compiled: list = []
+        compiled.clear()
         buffers = get_format(name).allocate(batch, 8, max_len, head_dim, "meta", keep=keep)
         dtype = torch.float32 if get_format(name).rotated else torch.bfloat16
         query = torch.empty(batch, 8 * group, 1, head_dim, dtype=dtype, device="meta")
@@ -516,29 +491,12 @@ def compile_without_gpu() -> None:
     print(json.dumps(spilled))
 
 
-def spilled_bytes(cubin: bytes) -> int:
-    import tempfile
-
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", text.stdout))
-
-
 @pytest.mark.skipif(
     hopper_decode.TRITON not in (*hopper_decode.TESTED_TRITON, "3.9"),
     reason="compiles with the tested triton and with 3.9",
 )
 def test_main_shapes_compile_without_spills():
-    # In a process of its own: triton's interpreter, which other tests use, cannot be turned off again.
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0]] * len(COMPILED_SHAPES)
+    assert compile_only.run(__file__) == [[0, 0]] * len(COMPILED_SHAPES)
 
 
 if __name__ == "__main__":

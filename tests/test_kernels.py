@@ -961,3 +961,11 @@ class TestOnGpu:
         x = spread(2, 2, 5 * SCALE_TILE + 7, 128)
         check_store(x.bfloat16(), -x.bfloat16(), torch.arange(x.shape[2]), name, name, x.shape[2])
         assert fmt.block
+
+
+def test_kernels_compile_for_a_gpu():
+    import compile_only
+
+    names = compile_only.run(compile_only.__file__)
+    kernels = ["_dequantize_kernel", "_rotate_kernel", "_store_kernel", "attention_kernel", "reduce_kernel"]
+    assert names == [*kernels, "survey_kernel"]

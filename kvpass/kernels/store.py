@@ -92,13 +92,15 @@ def _store_rows(
             is_kept |= age < KEEP - KEEP_FIRST
         is_kept &= (slot >= 0) & (slot < max_len)
         if KEEP > KEEP_FIRST:
-            # Where slots are consecutive, a row that is not taken by its slot's new token is taken by a later one.
-            # Elsewhere it may hold the old token: then it is of no slot any more.
-            is_lost = (is_kept == 0) & (slot >= 0) & (slot < max_len) & (batch_head == 0)
-            held = tl.load(kept_slots + kept_row, mask=is_lost, other=-1)
-            is_lost &= held == slot
-            if tl.max(is_lost.to(tl.int32), 0) > 0:
-                tl.atomic_cas(kept_slots + tl.where(is_lost, kept_row, 0), tl.where(is_lost, held, -2), -1)
+            if length > 1:  # a single token takes its slot's row
+                # Where slots are consecutive, a row that is not taken by its slot's new token is taken by a later one.
+                # Elsewhere it may hold the old token: then it is of no slot any more.
+                is_lost = (is_kept == 0) & (slot >= 0) & (slot < max_len) & (batch_head == 0)
+                held = tl.load(kept_slots + kept_row, mask=is_lost, other=-1)
+                is_lost &= held == slot
+                if tl.max(is_lost.to(tl.int32), 0) > 0:
+                    nothing = tl.full([BLOCK_ROWS], -1, tl.int32)
+                    tl.atomic_cas(kept_slots + tl.where(is_lost, kept_row, 0), tl.where(is_lost, held, -2), nothing)
         at = kept + (batch_head * KEEP + kept_row)[:, None] * HEAD_DIM + column
         tl.store(at, round_to(value, tl.bfloat16), mask=is_kept[:, None] & (column < HEAD_DIM))
         tl.store(kept_slots + kept_row, slot.to(tl.int32), mask=is_kept & (batch_head == 0))

@@ -1,0 +1,98 @@
+"""Takes kernels through their launchers with a driver that only compiles, for an H200 and without one. Triton's
+interpreter accepts what its compiler does not.
+
+To be run in a process of its own: the interpreter, which other tests use, cannot be turned off again there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+FORMATS = ("fp8_e4m3", "int8", "nvfp4+centred+rotated+4over6")
+
+
+class _CompileOnly:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Warmup:
+    def __init__(self, kernel, compiled: list):
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+
+def only_compile(kernels: dict[ModuleType, tuple[str, ...]]) -> list:
+    """Have launchers compile these kernels of their modules for meta tensors. Returns the list that they go to."""
+    triton.runtime.driver.set_active(_CompileOnly())
+    compiled: list = []
+    for module, names in kernels.items():
+        for name in names:
+            setattr(module, name, _Warmup(getattr(module, name), compiled))
+    return compiled
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of local memory that a thread uses."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", text.stdout))
+
+
+def run(script: str) -> object:
+    """What a script of the tests that compiles in this way prints last, as JSON."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print their names."""
+    from kvpass.formats import get_format
+    from kvpass.kernels import attention, dequantize, rotate, store
+
+    own = {attention: ("attention_kernel", "reduce_kernel", "survey_kernel"), dequantize: ("_dequantize_kernel",)}
+    compiled = only_compile({**own, store: ("_store_kernel",), rotate: ("_rotate_kernel",)})
+    for module in (attention, dequantize, rotate, store):
+        module.on_device = lambda tensor: contextlib.nullcontext()
+    attention.native_float8 = dequantize.native_float8 = lambda device: True
+    attention._sm_count, attention._hopper = lambda device: 132, lambda: None
+    for name in FORMATS:
+        for length in (1, 300):
+            buffers = get_format(name).allocate(4, 8, 4096, 128, "meta", keep=12)
+            x = torch.empty(4, 8, length, 128, dtype=torch.bfloat16, device="meta")
+            query = torch.empty(4, 32, length, 128, dtype=torch.bfloat16, device="meta")
+            mask = torch.empty(4, 1, length, 4096, dtype=torch.bool, device="meta")
+            positions = torch.empty(length, dtype=torch.int64, device="meta")
+            store.store(x, x, positions, *buffers, *buffers, name, name, 4)
+            attention.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
+            dequantize.dequantize(*buffers, positions, name, torch.bfloat16)
+    print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
+
+
+if __name__ == "__main__":
+    main()
