@@ -22,7 +22,7 @@ from kvpass.bench.shapes import (
     parse_formats,
     parse_store_shape,
 )
-from kvpass.formats import get_format
+from kvpass.formats import KVBuffers, get_format
 
 CPU = torch.device("cpu")
 
@@ -373,7 +373,7 @@ def test_store_run(capsys):
 def test_wrong_store_gets_no_time(buffer, monkeypatch, capsys):
     def wrong(key, value, positions, *rest):
         right(key, value, positions, *rest)
-        target = rest[5 if buffer == "codes" else 6]
+        target = getattr(KVBuffers(*rest[6:12]), buffer)  # of V
         target.select(2, 0)[0, 0, 0] ^= 1
 
     right = ops.store

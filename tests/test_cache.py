@@ -614,7 +614,7 @@ def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
         cache = QuantizedCache(model.config, config, max_cache_len=80)
         with torch.no_grad():
             exact = model(ids).logits[:, 24:]
-        ours = logits(model, cache, ids[:, :24], ids[:, 24:])[:, 24:]
+        ours = logits(model, cache, ids[:, :24], *ids[:, 24:].split(1, 1))[:, 24:]  # singly, as generate does
         return float((ours - exact).norm() / exact.norm())
 
     broken = {level: error(level, "fp8_e4m3") for level in (0, 150)}
@@ -622,7 +622,7 @@ def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
     for preset in PRESETS:
         usual, large = error(0, preset), error(150, preset)
         shown.append(f"{preset} {usual:.2f}, {large:.2f}")
-        assert large < 1.1 * usual and large < broken[150] / 3
+        assert large < 1.1 * usual and large < broken[150] / 2.5
     assert broken[150] > 4 * broken[0]
     with capsys.disabled():
         print(f"\nrelative logit error without, and with biases of 150 in K: {'; '.join(shown)}")
