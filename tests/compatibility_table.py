@@ -21,12 +21,13 @@ Written by the tests with transformers {version}, with which they also hold it u
 """
 SECTIONS = {
     "Architectures": (
-        ("layers", "attention in decode"),
+        ("layers", "formats", "attention in decode"),
         """Tiny models with random weights, two layers, `attn_implementation` as transformers chooses it, unless the
 name says otherwise. For each: logits with the `bf16` format, token by token and in `generate`, equal those with
-transformers' own cache, K and V rounded to bf16; logits of the fused graph (K `fp8_e4m3`, V `nvfp4`) equal those of the
-unfused path on the same bytes. Batch 3 with left padding, past the end of the sliding window and of its ring, in
-buffers that hold NaN wherever nothing was written. "Fused" counts the attentions of one decode step.
+transformers' own cache, K and V rounded to bf16; logits of the fused graph in the formats of the row, which take
+turns (presets; or K/V), equal those of the unfused path on the same bytes. Batch 3 with left padding, past the end
+of the sliding window and of its ring, in buffers that hold NaN wherever nothing was written. "Fused" counts the
+attentions of one decode step.
 """,
     ),
     "Ways of generating": (

@@ -7,11 +7,13 @@ and of its ring, in buffers that hold NaN wherever nothing was written.
 ``docs/compatibility.md`` holds the results.
 """
 
+import itertools
+
 import compatibility_table
 import pytest
 import transformers
 from architectures import DECODERS, ENCODER_DECODERS
-from trial import try_architecture
+from trial import FORMATS, try_architecture
 
 from kvpass import layers
 from kvpass.layers import QuantizedLayer
@@ -35,16 +37,22 @@ def short_rings_of_poison(monkeypatch):
             buffers.codes.fill_(float("nan") if buffers.codes.is_floating_point() else 0xFF)
             if buffers.block_scale is not None:
                 buffers.block_scale.fill_(0xFF)
+            if buffers.kept is not None:
+                buffers.kept.fill_(float("nan"))
 
     monkeypatch.setattr(QuantizedLayer, "lazy_initialization", poisoned)
     monkeypatch.setattr(layers, "SPARE_SLOTS", 4)
 
 
-@pytest.mark.parametrize("architecture", [*DECODERS, *ENCODER_DECODERS], ids=lambda a: a.name)
-def test_architecture(architecture, compatibility):
+ARCHITECTURES = [*DECODERS, *ENCODER_DECODERS]
+IN_TURNS = list(zip(ARCHITECTURES, itertools.cycle(FORMATS)))
+
+
+@pytest.mark.parametrize("architecture, formats", IN_TURNS, ids=[a.name for a in ARCHITECTURES])
+def test_architecture(architecture, formats, compatibility):
     if not hasattr(transformers, architecture.config):
         pytest.skip(f"transformers {transformers.__version__} has no {architecture.config}")
-    result = try_architecture(architecture)
+    result = try_architecture(architecture, FORMATS[formats])
     if result.refused is None:
         assert result.error < ROUNDING
         assert result.generate_error < GENERATED
@@ -53,11 +61,13 @@ def test_architecture(architecture, compatibility):
     verdict = [f"{result.fused} fused"] if result.fused else []
     verdict += [f"right, not fused: {reason}" for reason in result.reasons]
     cell = "; ".join(verdict) if result.refused is None else f"refused: {result.refused}"
-    compatibility("Architectures", architecture.name, layers=", ".join(result.kinds), **{"attention in decode": cell})
+    formats = formats if result.refused is None else ""
+    cells = {"layers": ", ".join(result.kinds), "formats": formats, "attention in decode": cell}
+    compatibility("Architectures", architecture.name, **cells)
 
 
 def test_there_are_enough_and_no_others_in_the_table(request):
-    names = [a.name for a in (*DECODERS, *ENCODER_DECODERS)]
+    names = [a.name for a in ARCHITECTURES]
     assert len(set(names)) == len(names) >= 60
     if not request.config.getoption("--write-compatibility"):
         assert set(compatibility_table.read()["Architectures"]) == set(names)

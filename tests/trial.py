@@ -23,6 +23,15 @@ from kvpass.layers import HybridLayer, QuantizedLayer
 ROWS, PROMPT, TOKENS, SLOTS = 3, 12, 27, 32
 PADDING = (0, 3, 9)
 MIXED = kvpass.KVQuantConfig(key_format="fp8_e4m3", value_format="nvfp4")
+# Each architecture is fused in one of these, in turns: K and V apart, transforms, kept tokens, every kind of scale.
+FORMATS = {
+    "fp8_e4m3/nvfp4": MIXED,
+    "accurate": kvpass.KVQuantConfig.preset("accurate"),
+    "balanced": kvpass.KVQuantConfig.preset("balanced"),
+    "compact": kvpass.KVQuantConfig.preset("compact"),
+    "fp4_mx_block16/fp8_e5m2": kvpass.KVQuantConfig("fp4_mx_block16", value_format="fp8_e5m2"),
+    "int8": kvpass.KVQuantConfig("int8", keep_last=3),
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ class Rounded(DynamicCache):
 
 
 @torch.no_grad()
-def try_architecture(architecture: Architecture) -> Result:
-    """Run ``architecture`` and compare."""
+def try_architecture(architecture: Architecture, fused: kvpass.KVQuantConfig) -> Result:
+    """Run ``architecture`` and compare, the fused graph with a cache of ``fused``."""
     model = architecture.model()
     two = model.config.is_encoder_decoder
     kind = kvpass.QuantizedEncoderDecoderCache if two else kvpass.QuantizedCache
@@ -76,7 +85,7 @@ def try_architecture(architecture: Architecture) -> Result:
 
     matches: list[Match] = []
     step = torch.compile(model, backend=_pass_alone(matches))
-    cache = kind(model.config, MIXED, max_cache_len=SLOTS)
+    cache = kind(model.config, fused, max_cache_len=SLOTS)
     run.call(model, cache, 0, PROMPT)
     fusion_error = 0.0
     for start in range(PROMPT, TOKENS):
