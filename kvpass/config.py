@@ -255,7 +255,7 @@ class KVQuantConfig:
 
         Args:
             name: ``fast`` (FP8 and no work beside it: K is centred, since some models' K does not fit without),
-                ``accurate`` (FP8, closest to bf16), ``balanced`` (K in FP8, V in FP4: as close, at 6.25 bits) or
+                ``accurate`` (FP8, closest to bf16), ``balanced`` (K in FP8, V in FP4: nearly as close, at 6.25 bits) or
                 ``compact`` (FP4 for both).
             changes: Fields that replace the preset's.
         """

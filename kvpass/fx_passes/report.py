@@ -117,7 +117,7 @@ def _describe(match: Match, config: KVQuantConfig) -> SiteReport:
     masks = sorted((example(added.node) for added in match.added), key=lambda mask: mask.dtype == torch.bool)
     mask = masks[0] if masks else None  # together they are what the first of these is
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.keep_first + config.keep_last
+    keep = _kept(match.key) if isinstance(match.key, QuantizedRead) else config.layer(match.key.index or 0).keep
     call = (example(match.query), kv_heads, head_dim, mask, match.scale, names[0], names[1])
     kernel = ops.attention_kernel(*call, keep, match.softcap, match.sinks is not None)
     return SiteReport(match.layer, "fused", names[0], names[1], nbytes, kernel)

@@ -69,7 +69,8 @@ def _store_rows(
     head = batch_head % kv_heads
     batch = (batch_head // kv_heads).to(tl.int64)
     slot = tl.load(positions + token, mask=is_row, other=-1).to(tl.int64)
-    is_stored = ((slot >= 0) & (slot < max_len))[:, None]
+    is_inside = (slot >= 0) & (slot < max_len)
+    is_stored = is_inside[:, None]
     x_row = batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
     batch_head = batch_head.to(tl.int64)
 
@@ -90,12 +91,12 @@ def _store_rows(
             age = (last - kept_row + max_len - KEEP_FIRST) % (max_len - KEEP_FIRST)
             kept_row = tl.where(is_kept, kept_row, KEEP_FIRST + (kept_row - KEEP_FIRST) % (KEEP - KEEP_FIRST))
             is_kept |= age < KEEP - KEEP_FIRST
-        is_kept &= (slot >= 0) & (slot < max_len)
+        is_kept &= is_inside
         if KEEP > KEEP_FIRST:
             if length > 1:  # a single token takes its slot's row
                 # Where slots are consecutive, a row that is not taken by its slot's new token is taken by a later one.
                 # Elsewhere it may hold the old token: then it is of no slot any more.
-                is_lost = (is_kept == 0) & (slot >= 0) & (slot < max_len) & (batch_head == 0)
+                is_lost = (is_kept == 0) & is_inside & (batch_head == 0)
                 held = tl.load(kept_slots + kept_row, mask=is_lost, other=-1)
                 is_lost &= held == slot
                 if tl.max(is_lost.to(tl.int32), 0) > 0:
@@ -137,7 +138,7 @@ def _store_rows(
         row_codes, row_bits = encode_int8(value, factor)
         tl.store(out, row_codes, mask=is_code)
         row_offset = (batch_head * tl.cdiv(max_len, 32) + slot // 32) * 32 + scale_slot(slot)
-        tl.store(block_scale + row_offset, row_bits, mask=(slot >= 0) & (slot < max_len))
+        tl.store(block_scale + row_offset, row_bits, mask=is_inside)
     else:
         if scale is not None:
             value = tl.math.div_rn(value, tl.broadcast_to(tl.load(scale + head)[:, None], value.shape))
