@@ -165,7 +165,7 @@ def attention(
         # Neither bears the shift of a row's scores that leaving out K's centre is.
         score_offset = scale * (query.float() * key_centre.repeat_interleave(group, 0)[:, None]).sum(-1)
     if key.rotated:
-        query = rotate_rows(query, torch.float32, launches_early=takes_hopper)
+        query = rotate_rows(query, torch.float32)
     if value.rotated and value_centre is not None:  # the sums are rotated, and so must be what is added to them
         value_centre = rotate_rows(value_centre[None, :, None], torch.float32).view(kv_heads, value_dim)
         value_buffers = value_buffers._replace(centre=value_centre)

@@ -87,13 +87,25 @@ def interpreting() -> bool:
 
 
 @functools.lru_cache
-def _has_float8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def _is_at_least(device: torch.device, capability: tuple[int, int]) -> bool:
+    return torch.cuda.get_device_capability(device) >= capability
+
+
+def _compiles_for(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether kernels on ``device`` are compiled, for an NVIDIA GPU of at least this compute capability."""
+    is_compiled = device.type == "cuda" and not interpreting() and torch.version.hip is None
+    return is_compiled and _is_at_least(device, capability)
 
 
 def native_float8(device: torch.device) -> bool:
     """Whether kernels on ``device`` may use the hardware's e4m3 conversions."""
-    return device.type == "cuda" and not interpreting() and torch.version.hip is None and _has_float8(device)
+    return _compiles_for(device, (8, 9))
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel on ``device`` may be launched while the one before it ends, and waits for its results itself
+    (programmatic dependent launch, ``launch_pdl``)."""
+    return _compiles_for(device, (9, 0))
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -101,11 +101,10 @@ def _factor_left(value: KVFormat) -> float:
     return UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0
 
 
-def _programs_at_once(query: torch.Tensor, key: KVFormat, value: KVFormat, registers: int) -> int:
-    """Programs that the device holds at the same time: registers and the two buffers of a program limit them."""
-    head_dim, multiprocessors = query.shape[-1], _device(query.device.index)[1]
+def _programs_at_once(head_dim: int, key: KVFormat, value: KVFormat, registers: int) -> int:
+    """Programs that a multiprocessor holds at the same time: registers and the two buffers of a program limit them."""
     shared = 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
-    return multiprocessors * min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
+    return min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
 
 
 def split_count(heads: int, max_len: int, resident: int) -> int:
@@ -290,7 +289,8 @@ def attention(
         mask_kind = "row" if mask_strides[1] == mask_strides[2] == 0 else "columns"
         mask_kind = mask_kind if mask.dtype == torch.bool else f"added {mask_kind}"
 
-    resident = _programs_at_once(query, key, value, registers)
+    multiprocessors = _device(query.device.index)[1]
+    resident = multiprocessors * _programs_at_once(head_dim, key, value, registers)
     splits = split_count(batch * kv_heads * row_tiles, max_len, resident)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
@@ -298,6 +298,8 @@ def attention(
     keep = 0 if key_kept is None else key_kept.shape[2]
     block_splits = triton.next_power_of_2(splits)
     block_dim = max(8, min(head_dim, 16384 // block_splits))
+    while block_dim > 16 and batch * heads * query_length * head_dim // block_dim < 2 * multiprocessors:
+        block_dim //= 2  # one program's reads wait for each other, however few they are
     with torch.cuda.device_of(query):
         decode_kernel[(batch * kv_heads, splits, row_tiles)](
             query,
@@ -334,7 +336,7 @@ def attention(
             KEEP=keep,
             ROTATED=key.rotated,
             num_warps=1,
-            launch_pdl=key.rotated,
+            launch_pdl=True,
             maxnreg=registers,
         )
         combine_kernel[(batch * heads * query_length, head_dim // block_dim)](

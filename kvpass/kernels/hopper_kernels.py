@@ -147,6 +147,7 @@ def decode_kernel(
     before it, where the mask is added to the scores. The grid is (batch * kv_heads, splits, tiles of query rows).
     """
     if not ROTATED:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     K_WORDS: gl.constexpr = HEAD_DIM // 8 if K_CODEC == "e2m1" else HEAD_DIM // 4
     V_WORDS: gl.constexpr = HEAD_DIM // 8 if V_CODEC == "e2m1" else HEAD_DIM // 4
@@ -161,10 +162,12 @@ def decode_kernel(
 
     length = (gl.load(positions + (QUERY_LENGTH - 1)) + 1).to(gl.int32)
     tiles = (length + 31) // 32
-    share = (tiles + splits - 1) // splits
-    start = split * share
-    stop = gl.minimum(start + share, tiles)
-    if (start < stop) & (length <= max_len):
+    used = gl.minimum(splits, tiles)
+    share = tiles // gl.maximum(used, 1)
+    larger = tiles - share * used  # shares that have a tile more: the first ones
+    start = split * share + gl.minimum(split, larger)
+    stop = start + share + gl.where(split < larger, 1, 0)
+    if (split < used) & (length <= max_len):
         # The first copies start before anything else.
         tile = start + (head * 5 + split * 11) % (stop - start)
         row = head.to(gl.int64) * max_len
@@ -366,9 +369,7 @@ def combine_kernel(
             kept_total = kept_total * shrink + tl.sum(p, axis=0)
             kept_max = raised
     tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; everything older was there before that one started
-    tiles = (length + 31) // 32
-    share = tl.maximum((tiles + splits - 1) // splits, 1)
-    used = (tiles + share - 1) // share
+    used = tl.minimum(splits, (length + 31) // 32)
     if length > max_len:
         used = 0
     split = tl.arange(0, BLOCK_SPLITS)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvpass.formats import rotation_block
-from kvpass.kernels.codecs import on_device, rotate, round_to, to_float32
+from kvpass.kernels.codecs import launches_early, on_device, rotate, round_to, to_float32
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_ROWS = 4
@@ -32,6 +32,7 @@ def _rotate_kernel(
     LAUNCHES_EARLY: tl.constexpr,
 ):
     if LAUNCHES_EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     start = row // (heads * length) * batch_stride + row // length % heads * head_stride + row % length * token_stride
@@ -42,14 +43,12 @@ def _rotate_kernel(
     tl.store(out + row[:, None] * HEAD_DIM + column, round_to(value, OUT_DTYPE), mask=is_value)
 
 
-def rotate_rows(x: torch.Tensor, dtype: torch.dtype, launches_early: bool = False) -> torch.Tensor:
+def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x @ R`` (:func:`kvpass.reference.rotate`) with fp32 arithmetic.
 
     Args:
         x: ``[batch, heads, length, head_dim]`` bf16, fp16 or fp32, any strides.
         dtype: Of the result; one of these.
-        launches_early: Whether the next kernel may start before this one is done, and waits for it by itself
-            (programmatic dependent launch; Hopper and later).
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -71,7 +70,8 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype, launches_early: bool = Fals
             NORM=size**-0.5,
             OUT_DTYPE=_DTYPES[dtype],
             BLOCK_ROWS=_BLOCK_ROWS,
-            LAUNCHES_EARLY=launches_early,
+            LAUNCHES_EARLY=launches_early(x.device),
             num_warps=1,
+            launch_pdl=launches_early(x.device),
         )
     return out

@@ -10,6 +10,7 @@ from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
+    launches_early,
     on_device,
     padded_width,
     rotate,
@@ -195,7 +196,11 @@ def _store_kernel(
     KEEP_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_HEAD: tl.constexpr,
+    LAUNCHES_EARLY: tl.constexpr,
 ):
+    if LAUNCHES_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
         _store_rows(
             key, key_batch_stride, key_head_stride, key_token_stride,
@@ -301,6 +306,8 @@ def store(
             KEEP_FIRST=min(keep_first, max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))),
             BLOCK_ROWS=block_rows,
             ONE_HEAD=one_head,
+            LAUNCHES_EARLY=launches_early(key.device),
+            launch_pdl=launches_early(key.device),
             num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
             enable_fp_fusion=False,  # every rounding as in the reference
         )
