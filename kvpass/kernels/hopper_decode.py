@@ -74,7 +74,7 @@ from kvpass.kernels.hopper_layouts import TILE
 TESTED_TRITON = ("3.6",)
 TRITON = ".".join(triton.__version__.split(".")[:2])
 
-MIN_TILES_PER_SPLIT = 4
+MIN_TILES_PER_SPLIT = 2
 MAX_SPLITS = 1024
 MASK_DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 # What a multiprocessor of a Hopper GPU has; a program takes 1 KB of shared memory beyond what it asks for.
