@@ -445,10 +445,12 @@ class TestCommand:
     def test_record(self, saved, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+        own = tmp_path / "kv.json"
+        own.write_text('{"format": "nvfp4"}')
         for _ in range(2):
-            assert self.call(*saved, "--tokens", 64, "--window", 64, "--formats", "nvfp4", "bf16", "--record") == 0
+            assert self.call(*saved, "--tokens", 64, "--window", 64, "--formats", own, "bf16", "--record") == 0
         rows = [json.loads(line) for line in (tmp_path / "benchmarks/results/eval.jsonl").read_text().splitlines()]
-        assert [row["name"] for row in rows] == ["nvfp4", "bf16"] * 2
+        assert [row["name"] for row in rows] == ["kv.json", "bf16"] * 2
         assert {"torch", "commit", "date", "window", "text"} <= rows[0].keys()
 
     @pytest.mark.parametrize(

@@ -214,20 +214,31 @@ def test_shapes_have_the_sizes_their_names_say():
 # The picture ---------------------------------------------------------------------------------------------------------
 
 
-def test_chart_takes_the_newest_rows(tmp_path, capsys):
+def test_chart_takes_the_newest_run_that_has_a_peer(tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    row = {"benchmark": "generate", "model": "m", "case": "4x128", "kind": "kvpass", "gpu": "GPU", "date": "2"}
     rows = [
-        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "a", "ms": 2.0, "gpu": "GPU"},
-        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "a", "ms": 1.25, "gpu": "GPU"},
-        {"benchmark": "generate", "model": "m", "case": "1x8", "variant": "b", "status": "FAILED", "gpu": "GPU"},
-        {"benchmark": "generate", "model": "other", "case": "1x8", "variant": "a", "ms": 9.0, "gpu": "GPU"},
+        {**row, "variant": "a", "ms": 2.0, "date": "1"},
+        {**row, "variant": "static", "kind": "peer", "ms": 7.0, "date": "1"},
+        {**row, "variant": "a", "ms": 1.25},
+        {**row, "variant": "static", "kind": "peer", "ms": 6.0},
+        {**row, "variant": "b", "status": "FAILED"},
+        {**row, "variant": "a", "ms": 1.5, "date": "3"},
+        {**row, "variant": "static", "kind": "peer", "ms": 3.0, "date": "4", "tp": 2},
+        {**row, "variant": "a", "ms": 9.0, "date": "5", "device_map": "auto"},
+        {**row, "variant": "a", "ms": 8.0, "date": "6", "model": "other"},
+        {**row, "variant": "a", "ms": 0.5, "case": "16x8", "tp": 1},
     ]
     file, out = tmp_path / "rows.jsonl", tmp_path / "chart.svg"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert {case: list(found) for case, found in newest(file, "m").items()} == {"1x8": ["a"]}
-    assert newest(file, "m")["1x8"]["a"]["ms"] == 1.25
+    found = {case: [(row["variant"], row["ms"]) for row in rows] for case, rows in newest(file, "m").items()}
+    assert found == {"16x8": [("a", 0.5)], "4x128": [("static", 6.0), ("a", 1.25)]}
+    assert list(found) == ["16x8", "4x128"]
     assert cli.main(["bench", "chart", "--rows", str(file), "--model", "m", "--out", str(out)]) == 0
-    assert "<svg" in out.read_text()
+    drawn = out.read_text()
+    assert "<svg" in drawn
+    assert cli.main(["bench", "chart", "--rows", str(file), "--model", "m", "--out", str(out)]) == 0
+    assert out.read_text() == drawn
     for arguments, named in (
         (["--model", "n", "--out", str(out)], "'n'"),
         (["--model", "m", "--out", "chart.gif"], "chart.gif"),

@@ -178,4 +178,11 @@ def _rows(evaluation: Evaluation, text: Path, device: torch.device) -> list[dict
     where = {name: value for name, value in environment(device).items() if name != "clock"}
     found = evaluation.to_dict()
     shared = {"benchmark": "eval", **where, **found["settings"], "text": text.name, "windows": found["windows"]}
-    return [{**shared, **row} for row in found["formats"]]
+    if evaluation.full_retrieval:
+        shared["full_retrieval"] = found["full_retrieval"]
+    return [{**shared, **row, "name": _without_folder(row["name"])} for row in found["formats"]]
+
+
+def _without_folder(name: str) -> str:
+    """What a format is called, or the file of a configuration: its folder is no one else's business."""
+    return Path(name).name if name.endswith((".json", ".yaml", ".yml")) else name

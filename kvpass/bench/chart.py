@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
 
 from kvpass.bench.record import Row
 from kvpass.pretrained import require
 
 
-def newest(path: Path, model: str) -> dict[str, dict[str, Row]]:
-    """Of each case and variant, in the order of the file, the newest row with a time.
+def newest(path: Path, model: str) -> dict[str, list[Row]]:
+    """Of each case, from few tokens to many, the rows with a time of one run, peers first: of the newest run on one
+    GPU that measured a peer, or without such a one of the newest.
 
     Raises:
-        ValueError: The file is not there, or has no row of ``model`` with a time.
+        ValueError: The file is not there, or has no such row of ``model``.
     """
     if not path.is_file():
         raise ValueError(f"no file {path}; record rows first: kvpass bench generate --record")
-    found: dict[str, dict[str, Row]] = {}
+    found: dict[str, dict[str, list[Row]]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        if row.get("benchmark") == "generate" and row.get("model") == model and "ms" in row:
-            found.setdefault(row["case"], {})[row["variant"]] = row
+        is_one_gpu = row.get("tp") in (None, 1) and row.get("device_map") is None
+        if row.get("benchmark") == "generate" and row.get("model") == model and "ms" in row and is_one_gpu:
+            found.setdefault(row["case"], {}).setdefault(row["date"], []).append(row)
     if not found:
-        raise ValueError(f"{path} has no row of kvpass bench generate with a time for the model {model!r}")
-    return found
+        raise ValueError(f"{path} has no row of kvpass bench generate with a time for {model!r} on one GPU")
+    chosen = {case: max(runs.items(), key=lambda run: (_has_peer(run[1]), run[0]))[1] for case, runs in found.items()}
+    ordered = sorted(chosen, key=lambda case: (math.prod(map(int, case.split("x"))), case))
+    return {case: sorted(chosen[case], key=lambda row: row["kind"] != "peer") for case in ordered}
+
+
+def _has_peer(rows: list[Row]) -> bool:
+    return any(row["kind"] == "peer" for row in rows)
 
 
 def draw(path: Path, model: str, out: Path) -> None:
@@ -41,24 +49,26 @@ def draw(path: Path, model: str, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvpass"  # the same rows, the same file
     from matplotlib import pyplot
 
-    variants = list(dict.fromkeys(variant for rows in cases.values() for variant in rows))
+    variants = list(dict.fromkeys(row["variant"] for rows in cases.values() for row in rows))
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     width = 0.8 / len(variants)
     for place, variant in enumerate(variants):
         bars: list[tuple[float, float]] = [
-            (index + (place - (len(variants) - 1) / 2) * width, rows[variant]["ms"])
+            (index + (place - (len(variants) - 1) / 2) * width, row["ms"])
             for index, rows in enumerate(cases.values())
-            if variant in rows
+            for row in rows
+            if row["variant"] == variant
         ]
         drawn = axes.bar([x for x, _ in bars], [ms for _, ms in bars], width, label=variant)
         axes.bar_label(drawn, fmt="%.1f", fontsize=7)
-    first: Any = next(iter(next(iter(cases.values())).values()))
+    first: Row = next(iter(cases.values()))[0]
     axes.set_xticks(range(len(cases)), [f"{case.replace('x', ' x ')} tokens" for case in cases])
     axes.set_ylabel("ms per decode step")
     axes.set_title(f"{model}, {first['gpu'] or first['cpu']}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
     pyplot.close(figure)
