@@ -1,5 +1,5 @@
 # ARGS adds options: make test ARGS="-k formats -x"
-.PHONY: setup check format test test-gpu bench
+.PHONY: setup check format test test-gpu sanitize bench
 
 setup:  ## Development install, and the pre-commit hooks
 	pip install -e '.[test]' pre-commit
@@ -19,6 +19,12 @@ test:  ## Everything that runs without a GPU; one thread each, or two processes 
 
 test-gpu:  ## What needs a CUDA GPU; most of its time, kernels are compiled on the host
 	OMP_NUM_THREADS=1 pytest -m gpu -n 8 --dist loadgroup $(ARGS)
+
+TOOL = memcheck
+SMALL = groups or several_query or hidden_rows or past_the_end or are_the_specification or slots_past or see_nothing
+sanitize:  ## compute-sanitizer on small shapes, on a CUDA GPU; or with TOOL=racecheck
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --target-processes all --error-exitcode 1 \
+		python -m pytest -m gpu -n 0 -k "$(SMALL)" tests/test_hopper_decode.py tests/test_kernels.py tests/test_ops.py
 
 bench:  ## Decode speed against named peers, on a CUDA GPU
 	kvpass bench attention $(ARGS)

@@ -46,15 +46,17 @@ A softcap takes the place of that factor of the scores; attention sinks join in 
 Splits
 ------
 The slots of one head are divided among ``splits`` programs, a number that depends on shapes and the device only; the
-length is read on the device. A program reads its share in order but starts somewhere inside it: programs that walked
-the cache in step, a power of two apart, made the memory 6% slower. A second kernel adds the parts up, always in the
-same order; it is launched early (programmatic dependent launch), so that launching it costs nothing.
+length is read on the device, and shares differ by one tile at most. A program reads its share in order but starts
+somewhere inside it: programs that walked the cache in step, a power of two apart, made the memory 6% slower. A second
+kernel adds the parts up, always in the same order.
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
 buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
 
-A rotated query comes from a small kernel just before. This one is launched early too, and waits for it only when its
-own first copies are on their way.
+Both kernels are launched while the one before them ends (programmatic dependent launch), and so are the store and the
+rotation, which in a model are what comes before the first. Each waits for the one before it, and with it for all that
+is older, before it reads anything, and only then lets the next one be launched. After a rotation, which waited so for
+the store, the first kernel waits only when its own first copies are on their way.
 
 Slots that are kept in bf16, the first and the newest, are hidden from these programs; the second kernel, which is
 launched before it has something to add up, weighs them meanwhile.
@@ -299,7 +301,7 @@ def attention(
     block_splits = triton.next_power_of_2(splits)
     block_dim = max(8, min(head_dim, 16384 // block_splits))
     while block_dim > 16 and batch * heads * query_length * head_dim // block_dim < 2 * multiprocessors:
-        block_dim //= 2  # one program's reads wait for each other, however few they are
+        block_dim //= 2  # few programs would read the parts at a fraction of the bandwidth
     with torch.cuda.device_of(query):
         decode_kernel[(batch * kv_heads, splits, row_tiles)](
             query,
@@ -369,6 +371,7 @@ def attention(
             KEEP=keep,
             KEEP_AT_ONCE=min(8, triton.next_power_of_2(max(keep, 1))),
             num_warps=max(1, min(8, block_splits * block_dim // 1024)),
+            enable_fp_fusion=False,  # else lanes that all store the same sum may have rounded it differently
             launch_pdl=True,
         )
     return out
