@@ -37,26 +37,31 @@ def learn(
         (key, config.key, key_states, config.key_scale, config.key_centre),
         (value, config.value, value_states, config.value_scale, config.value_centre),
     ):
-        x = x[:, :, :FIRST_TOKENS].float()
-        weight = 1.0 if is_written is None else is_written[:, None].float()
-        if buffers.centre is not None and centre is None:
-            buffers.centre.copy_(centre_of(x, weight))
-        if buffers.scale is not None and fmt.learns_scale and scale is None:
+        learns_centre = buffers.centre is not None and centre is None
+        learns_scale = buffers.scale is not None and fmt.learns_scale and scale is None
+        if not (learns_centre or learns_scale):
+            continue
+        x = x[:, :, :FIRST_TOKENS]
+        weight = None if is_written is None else is_written[:, None].float()
+        if learns_centre:
+            buffers.centre.copy_(centre_of(x.float(), weight))
+        if learns_scale:
             buffers.scale.copy_(scale_of(x, CODECS[fmt.codec].max, buffers.centre, weight))
 
 
-def centre_of(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+def centre_of(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """``[kv_heads, head_dim]``: the mean of ``x`` (``[batch, kv_heads, length, head_dim]`` float32) over rows and
     tokens, 0 where that is not finite. ``weight`` (``[length, 1]``) is 1 for a token and 0 for a slot of zeros."""
     mean = x.mean((0, 2))
-    if isinstance(weight, Tensor):
+    if weight is not None:
         mean = mean / weight.mean().clamp(min=1 / FIRST_TOKENS)
     return mean.nan_to_num(0.0, 0.0, 0.0)
 
 
-def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | float = 1.0) -> Tensor:
-    """``[kv_heads]`` float32: the tensor scale that a format of e4m3 block scales takes from the tokens ``x``, which
-    are stored less ``centre``, in codes up to ``code``; arguments as for :func:`centre_of`.
+def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    """``[kv_heads]`` float32: the tensor scale that a format of e4m3 block scales takes from the tokens ``x`` (of any
+    floating dtype), which are stored less ``centre``, in codes up to ``code``; other arguments as for
+    :func:`centre_of`.
 
     With ``p`` the power of two at or below the largest magnitude ``a``, it is ``p / 16`` for e2m1 (``p / 256`` for
     int8): then ``a`` has a block scale ``a / 6 / scale`` from 2.7 to 5.3 (2 to 4), the middle, in octaves, of what e4m3
@@ -69,8 +74,10 @@ def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight:
     centre, and says nothing of how far others lie. A rotation is left out. It changes ``a`` by ``sqrt(head_dim)`` at
     most. What is not finite does not count, and the scale is 1 where nothing is left.
     """
-    distance = x if centre is None else (x - centre[:, None]) * weight
-    largest = torch.maximum(distance.abs(), x.abs() / 16)
-    largest = torch.where(largest.isfinite(), largest, 0.0).amax((0, 2, 3))
+    magnitude = x.abs()
+    if centre is not None:
+        distance = x.float() - centre[:, None]
+        magnitude = torch.maximum((distance if weight is None else distance * weight).abs(), magnitude.float() / 16)
+    largest = magnitude.nan_to_num(0.0, 0.0).amax((0, 2, 3)).float()
     power = (largest.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(largest == 0, 1.0, power / 2 ** (int(code).bit_length() + 1))

@@ -27,11 +27,7 @@ from kvpass.tiles import Configuration
 _KEPT = ("kept", "kept_slots")
 
 
-@torch.library.custom_op(
-    "kvpass::store",
-    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
-)
-def store(
+def _store_cpu(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
@@ -63,6 +59,13 @@ def store(
     reference.write(value_buffers, get_format(value_format), value, positions, keep_first)
 
 
+store = torch.library.custom_op(
+    "kvpass::store",
+    _store_cpu,
+    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
+)
+
+
 @store.register_fake
 def _store_fake(*args: object) -> None:
     return None
@@ -73,6 +76,18 @@ def _store_cuda(*args: Any) -> None:
     from kvpass.kernels.store import store as launch
 
     launch(*args)
+
+
+def store_eagerly(key: Tensor, value: Tensor, *rest: Any) -> None:
+    """:data:`store`, past the dispatcher where it has nothing to do: through its layers, which are Python, a call takes
+    the host about twice as long, in each layer of a prompt."""
+    is_plain = type(key) is type(value) is Tensor and not torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or not is_plain:
+        store(key, value, *rest)
+    elif key.is_cuda:
+        _store_cuda(key, value, *rest)
+    else:
+        _store_cpu(key, value, *rest)
 
 
 @torch.library.custom_op("kvpass::dequantize", mutates_args=())
