@@ -33,19 +33,15 @@ def learn(
         is_written: ``[at most FIRST_TOKENS]`` boolean, whether the first slots hold tokens, and not zeros; None where
             all do.
     """
+    weight = None if is_written is None else is_written[:, None].float()
     for buffers, fmt, x, scale, centre in (
         (key, config.key, key_states, config.key_scale, config.key_centre),
         (value, config.value, value_states, config.value_scale, config.value_centre),
     ):
-        learns_centre = buffers.centre is not None and centre is None
-        learns_scale = buffers.scale is not None and fmt.learns_scale and scale is None
-        if not (learns_centre or learns_scale):
-            continue
         x = x[:, :, :FIRST_TOKENS]
-        weight = None if is_written is None else is_written[:, None].float()
-        if learns_centre:
+        if buffers.centre is not None and centre is None:
             buffers.centre.copy_(centre_of(x.float(), weight))
-        if learns_scale:
+        if buffers.scale is not None and fmt.learns_scale and scale is None:
             buffers.scale.copy_(scale_of(x, CODECS[fmt.codec].max, buffers.centre, weight))
 
 
@@ -74,7 +70,7 @@ def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight:
     centre, and says nothing of how far others lie. A rotation is left out. It changes ``a`` by ``sqrt(head_dim)`` at
     most. What is not finite does not count, and the scale is 1 where nothing is left.
     """
-    magnitude = x.abs()
+    magnitude = (x.float() if x.dtype == torch.float64 else x).abs()
     if centre is not None:
         distance = x.float() - centre[:, None]
         magnitude = torch.maximum((distance if weight is None else distance * weight).abs(), magnitude.float() / 16)

@@ -260,7 +260,7 @@ class QuantizedLayer(CacheLayerMixin):
             positions = torch.where(positions < self.max_cache_len, positions % self.slots, positions)
         formats = self.key_format.name, self.value_format.name
         keep_first = self.config.keep_first
-        ops.store_eagerly(key_states, value_states, positions, *self.key, *self.value, *formats, keep_first)
+        ops.store(key_states, value_states, positions, *self.key, *self.value, *formats, keep_first)
 
     def _read(self, positions: Tensor, *sides: tuple[KVBuffers, KVFormat, torch.dtype]) -> list[Tensor]:
         """What ``sides`` decode to when the newest token is at ``positions[-1]``."""

@@ -14,6 +14,7 @@ inside a compiled graph never returns a plausible number.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,56 @@ from kvpass.formats import KVBuffers, get_format
 from kvpass.tiles import Configuration
 
 _KEPT = ("kept", "kept_slots")
+_library = torch.library.Library("kvpass", "FRAGMENT")
 
 
-def _store_cpu(
+def _operator(
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    mutates_args: Sequence[str] = (),
+    backward: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make an operator of a function, which computes it where ``cuda`` does not. Autograd does not see one without
+    ``backward``.
+
+    What ``torch.library.custom_op`` does, but for its layers of Python around every call: they take the host 0.1 ms,
+    as long as launching a kernel, in each layer of a prompt and of a step that no CUDA graph holds.
+    """
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        if cuda is not None:
+            _library.impl(name, cuda, "CUDA")
+        torch.library.register_fake(f"kvpass::{name}", fake, lib=_library)
+        if backward is None:
+            _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        else:
+            torch.library.register_autograd(f"kvpass::{name}", backward, lib=_library)
+        operator: Callable[..., Any] = getattr(torch.ops.kvpass, name).default
+        return operator
+
+    return define
+
+
+def _store_fake(*args: object) -> None:
+    return None
+
+
+def _store_cuda(*args: Any) -> None:
+    from kvpass.kernels.store import store as launch
+
+    launch(*args)
+
+
+@_operator(
+    _store_fake,
+    _store_cuda,
+    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
+)
+def store(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
@@ -59,38 +107,17 @@ def _store_cpu(
     reference.write(value_buffers, get_format(value_format), value, positions, keep_first)
 
 
-store = torch.library.custom_op(
-    "kvpass::store",
-    _store_cpu,
-    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
-)
+def _dequantize_fake(codes: Tensor, *args: Any) -> Tensor:
+    return codes.new_empty(_dequantized_shape(codes, args[6]), dtype=args[7])
 
 
-@store.register_fake
-def _store_fake(*args: object) -> None:
-    return None
+def _dequantize_cuda(*args: Any) -> Tensor:
+    from kvpass.kernels.dequantize import dequantize as launch
+
+    return launch(*args)
 
 
-@store.register_kernel("cuda")
-def _store_cuda(*args: Any) -> None:
-    from kvpass.kernels.store import store as launch
-
-    launch(*args)
-
-
-def store_eagerly(key: Tensor, value: Tensor, *rest: Any) -> None:
-    """:data:`store`, past the dispatcher where it has nothing to do: through its layers, which are Python, a call takes
-    the host about twice as long, in each layer of a prompt."""
-    is_plain = type(key) is type(value) is Tensor and not torch.is_grad_enabled()
-    if torch.compiler.is_compiling() or not is_plain:
-        store(key, value, *rest)
-    elif key.is_cuda:
-        _store_cuda(key, value, *rest)
-    else:
-        _store_cpu(key, value, *rest)
-
-
-@torch.library.custom_op("kvpass::dequantize", mutates_args=())
+@_operator(_dequantize_fake, _dequantize_cuda)
 def dequantize(
     codes: Tensor,
     block_scale: Tensor | None,
@@ -114,39 +141,28 @@ def dequantize(
     return out
 
 
-@dequantize.register_fake
-def _dequantize_fake(
-    codes: Tensor,
-    block_scale: Tensor | None,
-    scale: Tensor | None,
-    centre: Tensor | None,
-    kept: Tensor | None,
-    kept_slots: Tensor | None,
-    positions: Tensor,
-    format: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return codes.new_empty(_dequantized_shape(codes, format), dtype=dtype)
+def _attention_fake(query: Tensor, *args: Any) -> Tensor:
+    value_codes, value_format = args[6], args[17]
+    return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
 
 
-@dequantize.register_kernel("cuda")
-def _dequantize_cuda(
-    codes: Tensor,
-    block_scale: Tensor | None,
-    scale: Tensor | None,
-    centre: Tensor | None,
-    kept: Tensor | None,
-    kept_slots: Tensor | None,
-    positions: Tensor,
-    format: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    from kvpass.kernels.dequantize import dequantize as launch
+def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
+    from kvpass.kernels.attention import attention as launch
 
-    return launch(codes, block_scale, scale, centre, kept, kept_slots, positions, format, dtype)
+    _check_softmax(query, *args[18:])
+    return launch(query, *args)
 
 
-@torch.library.custom_op("kvpass::attention", mutates_args=())
+def _no_gradient(context: object, *gradients: Tensor) -> tuple[None, ...]:
+    """torch 2.11 traces a backward graph even where nothing asks for gradients, which must not fail; it never runs."""
+    if TracingContext.try_get() is None:
+        raise NotImplementedError(
+            "kvpass::attention is for inference: it has no gradient; run it under torch.no_grad()"
+        )
+    return (None,) * 21
+
+
+@_operator(_attention_fake, _attention_cuda, backward=_no_gradient)
 def attention(
     query: Tensor,
     key_codes: Tensor,
@@ -187,36 +203,10 @@ def attention(
     return reference.attention(query, key, value, positions, mask, scale, is_causal, softcap, sinks)
 
 
-@attention.register_fake
-def _attention_fake(query: Tensor, *args: object) -> Tensor:
-    value_codes, value_format = args[6], args[17]
-    assert isinstance(value_codes, Tensor) and isinstance(value_format, str)
-    return query.new_empty((*query.shape[:-1], get_format(value_format).head_dim(value_codes.shape[-1])))
-
-
-@attention.register_kernel("cuda")
-def _attention_cuda(query: Tensor, *args: Any) -> Tensor:
-    from kvpass.kernels.attention import attention as launch
-
-    _check_softmax(query, *args[18:])
-    return launch(query, *args)
-
-
-def _no_gradient(context: object, *gradients: Tensor) -> tuple[None, ...]:
-    """torch 2.11 traces a backward graph even where nothing asks for gradients, which must not fail; it never runs."""
-    if TracingContext.try_get() is None:
-        raise NotImplementedError(
-            "kvpass::attention is for inference: it has no gradient; run it under torch.no_grad()"
-        )
-    return (None,) * 21
-
-
-attention.register_autograd(_no_gradient)
-
-_composed = torch.library.Library("kvpass", "FRAGMENT")  # operators that are other operators put together
-_composed.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")
-_composed.define("newest_for(Tensor positions, Tensor query) -> Tensor")
-_composed.define("ring_mask(Tensor mask, Tensor positions, Tensor ring) -> Tensor")
+# Operators that are other operators put together.
+_library.define("unroll(Tensor ring, Tensor positions, SymInt max_cache_len) -> Tensor")
+_library.define("newest_for(Tensor positions, Tensor query) -> Tensor")
+_library.define("ring_mask(Tensor mask, Tensor positions, Tensor ring) -> Tensor")
 
 
 def _unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
@@ -252,9 +242,9 @@ def _newest_for(positions: Tensor, query: Tensor) -> Tensor:
     return positions[-1:].repeat(query.shape[2])
 
 
-_composed.impl("unroll", _unroll, "CompositeImplicitAutograd")
-_composed.impl("newest_for", _newest_for, "CompositeImplicitAutograd")
-_composed.impl("ring_mask", _ring_mask, "CompositeImplicitAutograd")
+_library.impl("unroll", _unroll, "CompositeImplicitAutograd")
+_library.impl("newest_for", _newest_for, "CompositeImplicitAutograd")
+_library.impl("ring_mask", _ring_mask, "CompositeImplicitAutograd")
 
 
 def unroll(ring: Tensor, positions: Tensor, max_cache_len: int) -> Tensor:
@@ -318,7 +308,11 @@ def _check_softmax(query: Tensor, softcap: float = 0.0, sinks: Tensor | None = N
         )
 
 
-@torch.library.custom_op("kvpass::released", mutates_args=())
+def _released_fake(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+@_operator(_released_fake)
 def released(buffer: Tensor) -> Tensor:
     """Marks, in a traced graph, the use of a ``StaticCache`` buffer whose storage was quantized and released.
 
@@ -328,8 +322,3 @@ def released(buffer: Tensor) -> Tensor:
         "this StaticCache was quantized by the kvquant backend and holds no bf16 data any more: run the compiled model "
         "it was used with, make a new cache, or use kvpass.QuantizedCache, which works under every backend"
     )
-
-
-@released.register_fake
-def _released_fake(buffer: Tensor) -> Tensor:
-    return torch.empty_like(buffer)

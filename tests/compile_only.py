@@ -52,14 +52,23 @@ def only_compile(kernels: dict[ModuleType, tuple[str, ...]]) -> list:
     return compiled
 
 
-def spilled_bytes(cubin: bytes) -> int:
-    """Bytes of local memory that a thread uses."""
+def _dump(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", text.stdout))
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of local memory that a thread uses."""
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", _dump(cubin, "--dump-resource-usage")))
+
+
+def waits_first(cubin: bytes) -> bool:
+    """Whether a wait for the kernel before comes first, then leave for the next one, then all reads and writes."""
+    found = re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG|LDGSTS|ATOMG|LD|ST)\b", _dump(cubin, "--dump-sass"))
+    return found[:2] == ["ACQBULK", "PREEXIT"] and not {"ACQBULK", "PREEXIT"} & set(found[2:])
 
 
 def run(script: str) -> object:
@@ -71,7 +80,8 @@ def run(script: str) -> object:
 
 
 def main() -> None:
-    """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print their names."""
+    """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print all names,
+    and those that wait for the kernel before them ahead of all else."""
     from kvpass.formats import get_format
     from kvpass.kernels import attention, dequantize, rotate, store
 
@@ -80,7 +90,7 @@ def main() -> None:
     for module in (attention, dequantize, rotate, store):
         module.on_device = lambda tensor: contextlib.nullcontext()
     attention.native_float8 = dequantize.native_float8 = lambda device: True
-    rotate.launches_early = store.launches_early = lambda device: True
+    rotate.early_launch = store.early_launch = lambda device: {"LAUNCHES_EARLY": True, "launch_pdl": True}
     attention._sm_count, attention._hopper = lambda device: 132, lambda: None
     for name in FORMATS:
         for length in (1, 300):
@@ -92,7 +102,10 @@ def main() -> None:
             store.store(x, x, positions, *buffers, *buffers, name, name, 4)
             attention.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
             dequantize.dequantize(*buffers, positions, name, torch.bfloat16)
-    print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
+    names, waits = {kernel.metadata.name for kernel in compiled}, {True: set(), False: set()}
+    for kernel in compiled:
+        waits[waits_first(kernel.asm["cubin"])].add(kernel.metadata.name)
+    print(json.dumps([sorted(names), sorted(waits[True] - waits[False])]))
 
 
 if __name__ == "__main__":

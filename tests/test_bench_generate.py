@@ -216,8 +216,10 @@ def test_shapes_have_the_sizes_their_names_say():
 
 def test_chart_takes_the_newest_run_that_has_a_peer(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    row = {"benchmark": "generate", "model": "m", "case": "4x128", "kind": "kvpass", "gpu": "GPU", "date": "2"}
+    row = {"benchmark": "generate", "model": "m", "case": "4x128", "kind": "kvpass", "date": "2"}
+    row |= {"gpu": "GPU", "dtype": "bf16"}
     rows = [
+        {**row, "variant": "static", "kind": "peer", "ms": 1.0, "date": "7", "gpu": "another"},
         {**row, "variant": "a", "ms": 2.0, "date": "1"},
         {**row, "variant": "static", "kind": "peer", "ms": 7.0, "date": "1"},
         {**row, "variant": "a", "ms": 1.25},

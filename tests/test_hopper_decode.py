@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from compile_only import only_compile, spilled_bytes
 from products import in_turns
 
-from kvpass import reference
+from kvpass import ops, reference
 from kvpass.formats import KVBuffers, get_format
 
 pytest.importorskip("triton")
@@ -321,6 +321,45 @@ def test_replay_follows_the_counter(format):
 
 
 @hopper
+@pytest.mark.parametrize("length", [3, 70])
+@pytest.mark.parametrize(
+    ("key", "value", "keep"),
+    [
+        ("nvfp4", "nvfp4", 0),
+        ("fp8_e4m3", "fp8_e4m3", 3),
+        ("nvfp4+centred+rotated+4over6", "nvfp4+4over6", 0),
+        ("fp8_e4m3+centred+rotated", "nvfp4+4over6", 3),
+        ("nvfp4+rotated", "nvfp4+centred+rotated", 3),
+    ],
+)
+def test_kernels_that_are_launched_early_wait_for_each_other(key, value, keep, length):
+    """Layers of nothing but store and attention, each of which takes what the one before it gave: in a graph no other
+    kernel runs between them. Without waiting for the device after each, they give the same bits."""
+    case = [Case(key, value, length=length, max_len=128, keep=keep) for _ in range(8)]
+    position, given = torch.tensor([length], device="cuda"), torch.empty(2, 8, 1, 128, device="cuda").bfloat16()
+
+    def layers(x, wait):
+        for layer in case:
+            k, v = x[:, :2], x[:, 2:4]
+            ops.store(k, v, position, *layer.key, *layer.value, *layer.formats, min(keep, 1))
+            wait()
+            x = ops.attention(x, *layer.key, *layer.value, position, None, 2.0, False, *layer.formats)
+            wait()
+        return x
+
+    layers(given, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(given, lambda: None)
+    for seed in range(100):
+        torch.manual_seed(seed)
+        given.normal_()
+        graph.replay()
+        found = out.clone()
+        assert found.isfinite().all() and torch.equal(found, layers(given, torch.cuda.synchronize))
+
+
+@hopper
 @pytest.mark.parametrize("keep", [0, 1, 4, 40])
 @pytest.mark.parametrize(
     ("key", "value"),
@@ -350,8 +389,11 @@ def test_rows_that_see_nothing_are_zero_with_a_centre_too():
     assert (out[1] == 0).all() and (out[0] != 0).any()
 
 
-@pytest.mark.parametrize(("length", "causal", "masked"), [(20, False, False), (3, False, False), (7, True, True)])
-def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked):
+@pytest.mark.parametrize(
+    ("length", "causal", "masked", "splits"),
+    [(20, False, False, 1), (3, False, False, 5), (7, True, True, 1), (70, False, True, 2), (150, True, False, 4)],
+)
+def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked, splits):
     """The second kernel alone, in triton's interpreter, with parts worked out here."""
     import triton
 
@@ -359,7 +401,7 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
         pytest.skip("needs triton's interpreter")
     monkeypatch.setattr(hopper_kernels.tl.extra.cuda, "gdc_wait", lambda *args, **kwargs: None)
     torch.manual_seed(0)
-    batch, kv_heads, group, tokens, dim, keep, splits = 2, 2, 2, 2, 64, 4, 1
+    batch, kv_heads, group, tokens, dim, keep = 2, 2, 2, 2, 64, 4
     rows, scale, unpacked = group * tokens, 0.125, 2.0**14
     key, value = torch.randn(2, batch, kv_heads, length, dim)
     kept_key, kept_value = (torch.full((batch, kv_heads, keep, dim), torch.nan).bfloat16() for _ in range(2))
@@ -379,19 +421,25 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
     scores = query.unflatten(1, (kv_heads, group)) @ key[:, :, None].mT * (scale * 1.4426950408889634)
     visible = mask[:, None] & (torch.arange(length) <= positions[:, None] if causal else True)
     scores = scores.masked_fill(~visible | is_kept, -torch.inf).flatten(2, 3)  # of what the first kernel sees
-    largest = scores.amax(-1).clamp(min=-1e30)
-    p = torch.exp2(scores - largest[..., None])
-    parts = p @ value / (unpacked * tensor_scale.view(-1, 1, 1))
-    statistics = torch.stack([largest, p.sum(-1)], -1).contiguous()
+    parts = torch.full((batch, kv_heads, splits, rows, dim), torch.nan)
+    statistics = torch.full((batch, kv_heads, splits, rows, 2), torch.nan)
+    tiles = torch.arange((length + 31) // 32).tensor_split(min(splits, (length + 31) // 32))
+    for split, share in enumerate(tiles):  # of which the first are a tile larger; what no share is for stays NaN
+        part = scores.masked_fill(~torch.isin(torch.arange(length) // 32, share), -torch.inf)
+        largest = part.amax(-1).clamp(min=-1e30)
+        p = torch.exp2(part - largest[..., None])
+        parts[:, :, split] = p @ value / (unpacked * tensor_scale.view(-1, 1, 1))
+        statistics[:, :, split] = torch.stack([largest, p.sum(-1)], -1)
     sees = visible[:, :, 0].any(-1, keepdim=True)  # of each batch row and query token
     shift = centre.repeat_interleave(group, 0)[None, :, None] * sees
     for sinks, given, added in ((None, centre, shift), (torch.linspace(-2, 3, kv_heads * group), None, 0.0)):
         out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
         hopper_kernels.combine_kernel[(batch * kv_heads * rows, 2)](
-            parts.contiguous(), statistics, out, tensor_scale, given, sinks, positions, 64, splits, kv_heads, unpacked,
+            parts, statistics, out, tensor_scale, given, sinks, positions, 160, splits, kv_heads, unpacked,
             query, kept_key, kept_value, kept_slots, mask if masked else None, scale, *query.stride()[:3],
             mask.stride(0), 0, mask.stride(2), mask.stride(3),
-            QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim, BLOCK_SPLITS=1, BLOCK_DIM=32, TENSOR_SCALE=True,
+            QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_DIM=32, TENSOR_SCALE=True,
             CAUSAL=causal, KEEP=keep, KEEP_AT_ONCE=2,
         )  # fmt: skip
         expected = reference.attention(query, key, value, positions, mask, scale, causal, 0.0, sinks)

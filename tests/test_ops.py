@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass import ops, reference
 from kvpass.formats import format_names, get_format
@@ -64,34 +63,6 @@ def test_store_and_dequantize_are_the_specification(key_format, value_format, de
         decoded = ops.dequantize(*buffers, torch.tensor([32], device=device), name, torch.float32)
         assert torch.equal(decoded[:, :, :33], reference.dequantize(buffers, get_format(name))[:, :, :33])
         assert (decoded[:, :, 33:] == 0).all()
-
-
-class Called(TorchDispatchMode):
-    """The operators that went through the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_an_eager_store_passes_the_dispatcher_by_where_no_gradient_is_recorded(gradients, device):
-    name = "nvfp4+centred"
-    k, v, key, value = filled(name, name, device)
-    stored = [buffer.clone() for buffer in (*key.tensors(), *value.tensors())]
-    for buffer in (key.codes, key.block_scale, value.codes, value.block_scale):
-        buffer.fill_(0xFF)
-    positions = torch.arange(k.shape[2], device=device)
-    with torch.set_grad_enabled(gradients), Called() as called:
-        ops.store_eagerly(k, v, positions, *key, *value, name, name, 2)
-    assert ("kvpass.store.default" in called.names) == gradients
-    for buffer, expected in zip((*key.tensors(), *value.tensors()), stored, strict=True):
-        written = buffer != 0xFF if buffer.dtype == torch.uint8 else torch.ones_like(buffer, dtype=torch.bool)
-        assert written.any() and torch.equal(buffer[written], expected[written])
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "fp4_mx_block16"])

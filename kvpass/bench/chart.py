@@ -11,19 +11,20 @@ from kvpass.pretrained import require
 
 
 def newest(path: Path, model: str) -> dict[str, list[Row]]:
-    """Of each case, from few tokens to many, the rows with a time of one run, peers first: of the newest run on one
-    GPU that measured a peer, or without such a one of the newest.
+    """Of each case, from few tokens to many, the rows with a time of one run, peers first: of the newest run that
+    measured a peer, or without such a one of the newest. All are of one GPU, as the newest row's, and of its dtype.
 
     Raises:
         ValueError: The file is not there, or has no such row of ``model``.
     """
     if not path.is_file():
         raise ValueError(f"no file {path}; record rows first: kvpass bench generate --record")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if row.get("benchmark") == "generate" and row.get("model") == model and "ms" in row]
+    rows = [row for row in rows if row.get("tp") in (None, 1) and row.get("device_map") is None]
     found: dict[str, dict[str, list[Row]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        is_one_gpu = row.get("tp") in (None, 1) and row.get("device_map") is None
-        if row.get("benchmark") == "generate" and row.get("model") == model and "ms" in row and is_one_gpu:
+    for row in rows:
+        if all(row.get(name) == rows[-1].get(name) for name in ("gpu", "dtype")):
             found.setdefault(row["case"], {}).setdefault(row["date"], []).append(row)
     if not found:
         raise ValueError(f"{path} has no row of kvpass bench generate with a time for {model!r} on one GPU")

@@ -102,10 +102,12 @@ def native_float8(device: torch.device) -> bool:
     return _compiles_for(device, (8, 9))
 
 
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel on ``device`` may be launched while the one before it ends, and waits for its results itself
-    (programmatic dependent launch, ``launch_pdl``)."""
-    return _compiles_for(device, (9, 0))
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for the one before it, and so may be launched while that one ends: from
+    Hopper on it is (programmatic dependent launch)."""
+    if _compiles_for(device, (9, 0)):
+        return {"LAUNCHES_EARLY": True, "launch_pdl": True}
+    return {"LAUNCHES_EARLY": False}
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

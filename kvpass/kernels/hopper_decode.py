@@ -54,9 +54,10 @@ While a program works on one tile, asynchronous copies bring the next one into i
 buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
 
 Both kernels are launched while the one before them ends (programmatic dependent launch), and so are the store and the
-rotation, which in a model are what comes before the first. Each waits for the one before it, and with it for all that
-is older, before it reads anything, and only then lets the next one be launched. After a rotation, which waited so for
-the store, the first kernel waits only when its own first copies are on their way.
+rotation, which in a model are what comes before the first. Each of these three waits for the one before it, and with it
+for all that is older, and only then reads anything and lets the next one be launched. After a rotation, which waited so
+for the store, the first kernel waits only when its own first copies are on their way; the second one does when it has
+weighed what is kept in bf16.
 
 Slots that are kept in bf16, the first and the newest, are hidden from these programs; the second kernel, which is
 launched before it has something to add up, weighs them meanwhile.
@@ -260,7 +261,9 @@ def attention(
 ) -> torch.Tensor:
     """Attention of a few query tokens to a quantized cache, as :func:`kvpass.ops.attention` has it.
 
-    Rotations are the caller's: what is read is K and V as they are stored. K's centre is left out.
+    Rotations are the caller's: what is read is K and V as they are stored. K's centre is left out. Where K is rotated,
+    the kernel launched right before this must have waited for what wrote K, V and ``positions``, as the query's
+    rotation has: this one reads them before it waits for that.
 
     Args:
         query: ``[batch, kv_heads * group, query_length, head_dim]`` fp16, bf16, or fp32 where it is rotated.

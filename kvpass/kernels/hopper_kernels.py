@@ -368,7 +368,7 @@ def combine_kernel(
             kept_sum = kept_sum * shrink + tl.sum(p[:, None] * v, axis=0)
             kept_total = kept_total * shrink + tl.sum(p, axis=0)
             kept_max = raised
-    tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; everything older was there before that one started
+    tl.extra.cuda.gdc_wait()  # for what the decode kernel writes; it let this one start when all older was there
     used = tl.minimum(splits, (length + 31) // 32)
     if length > max_len:
         used = 0

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvpass.formats import rotation_block
-from kvpass.kernels.codecs import launches_early, on_device, rotate, round_to, to_float32
+from kvpass.kernels.codecs import early_launch, on_device, rotate, round_to, to_float32
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_ROWS = 4
@@ -70,8 +70,7 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             NORM=size**-0.5,
             OUT_DTYPE=_DTYPES[dtype],
             BLOCK_ROWS=_BLOCK_ROWS,
-            LAUNCHES_EARLY=launches_early(x.device),
+            **early_launch(x.device),
             num_warps=1,
-            launch_pdl=launches_early(x.device),
         )
     return out

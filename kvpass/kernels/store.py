@@ -10,7 +10,7 @@ from kvpass.formats import KVBuffers, KVFormat, get_format
 from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
-    launches_early,
+    early_launch,
     on_device,
     padded_width,
     rotate,
@@ -306,8 +306,7 @@ def store(
             KEEP_FIRST=min(keep_first, max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))),
             BLOCK_ROWS=block_rows,
             ONE_HEAD=one_head,
-            LAUNCHES_EARLY=launches_early(key.device),
-            launch_pdl=launches_early(key.device),
+            **early_launch(key.device),
             num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
             enable_fp_fusion=False,  # every rounding as in the reference
         )
