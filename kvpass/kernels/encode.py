@@ -55,7 +55,7 @@ def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
 def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
     """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. int32.
 
-    ``even`` and ``odd`` are two fp32 tiles ``[..., values]``, ``divisor`` is ``[...]``. A value is compared with
+    ``even`` and ``odd`` are two fp32 tiles ``[blocks, values]``, ``divisor`` is ``[blocks]``. A value is compared with
     midpoint times divisor, which is worked out once per block; a division per value made the store half as fast.
     """
     low = (even < 0).to(tl.int32) << 3
@@ -73,7 +73,7 @@ def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
 @triton.jit
 def _rise(low, high, even, odd, divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
     """The codes, one higher where the value lies beyond a midpoint."""
-    least = _least_above(divisor, MIDPOINT, TIE_RISES)[:, :, None]
+    least = _least_above(divisor, MIDPOINT, TIE_RISES)[:, None]
     return low + (tl.abs(even) >= least).to(tl.int32), high + (tl.abs(odd) >= least).to(tl.int32)
 
 
@@ -117,9 +117,9 @@ def _squared_error(even, odd, amax, divisor, BLOCK_SCALE: tl.constexpr):
     REACH: tl.constexpr = 8.0 if BLOCK_SCALE == "e4m3" else 16.0
     ALIGN: tl.constexpr = 49152.0 if BLOCK_SCALE == "e4m3" else 196608.0
     inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    first = _rounding_error(even, inverse[:, :, None], ALIGN)
-    second = _rounding_error(odd, inverse[:, :, None], ALIGN)
-    error = tl.sum(tl.fma(first, first, second * second), axis=2) * divisor * divisor
+    first = _rounding_error(even, inverse[:, None], ALIGN)
+    second = _rounding_error(odd, inverse[:, None], ALIGN)
+    error = tl.sum(tl.fma(first, first, second * second), axis=1) * divisor * divisor
     return tl.where(amax * inverse > REACH, float("inf"), error)
 
 
@@ -135,12 +135,12 @@ def choose_block_scale(
     """The e4m3 or e8m0 bits of the scales of blocks, and what divides their values (NaN or 0: their codes are zero).
 
     Args:
-        even, odd: ``[rows, blocks, values]`` fp32, the values of each block in two halves.
-        factor: ``[rows, blocks]``, the tensor scale of each block (1 without one).
+        even, odd: ``[blocks, values]`` fp32, the values of each block in two halves.
+        factor: ``[blocks]``, the tensor scale of each block (1 without one).
     """
     # As integers, the bits of magnitudes sort like their values, and a NaN above all of them.
     magnitude = tl.maximum(even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
+    amax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
     base = _rule(amax, factor, 6.0, BLOCK_SCALE, SCALE_RULE)
     bits, divisor = _step_scale(base, amax, factor, BLOCK_SCALE, SEARCH)
     if SEARCH != "none":
