@@ -191,6 +191,32 @@ def test_store_gives_the_bytes_of_the_reference(name, shape, dtype):
     check_store(key, value, positions, name, name, max_len)
 
 
+# As many rows as make tiles of several: of one head each, or of single tokens of many.
+@pytest.mark.parametrize("batch, length", [(4, 67), (257, 1)])
+@pytest.mark.parametrize(
+    "key_format, value_format, key_dim, value_dim",
+    [
+        ("nvfp4+centred+rotated+4over6", "nvfp4+4over6", 128, 128),
+        ("fp8_e4m3+centred+rotated", "mxfp4", 96, 64),
+        ("int8+rotated", "bf16", 64, 64),
+        *wide(("nvfp4+rotated", "nvfp4", 256, 512)),
+    ],
+)
+def test_store_of_many_rows(key_format, value_format, key_dim, value_dim, batch, length):
+    key, value = (spread(batch, 4, length, dim).to(BF16) for dim in (key_dim, value_dim))
+    positions = torch.randperm(length + 40)[:length].sort().values
+    check_store(key, value, positions, key_format, value_format, length + 40, keep=12 if length > 1 else 0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_rotation_of_every_block_gives_the_bits_of_the_reference(head_dim, dtype):
+    from kvpass.kernels.rotate import rotate_rows
+
+    x = spread(2, 3, 5, head_dim).to(dtype)
+    assert torch.equal(rotate_rows(x.to(DEVICE), FP32).cpu(), reference.rotate(x))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_store_of_special_values(name):
     x = spread(1, 2, 8, 64)

@@ -42,19 +42,55 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, BLOCK: tl.constexpr, NORM: tl.constexpr):
+def load_groups(address, column, is_read, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
+    """``GROUP`` neighbours (2 to 16) from each ``address`` (``[groups]``) on, as ``[groups, GROUP]``.
+
+    Where there are as many threads as groups, the compiler gives each thread a group. Sixteen bf16 values it would give
+    to two threads, which load eight each, so that these are two loads.
+
+    Args:
+        column: ``[groups]``, the first of the neighbours within its row. What is beyond ``HEAD_DIM`` is zero.
+        is_read: ``[groups]`` bool; zero where it is not set.
+    """
+    GROUPS: tl.constexpr = address.shape[0]
+    PART: tl.constexpr = min(GROUP, 8)
+    near = tl.arange(0, PART)[None, :]
+    address = address[:, None] + near
+    column = column[:, None] + near
+    first = tl.load(address, mask=is_read[:, None] & (column < HEAD_DIM), other=0.0)
+    if GROUP == PART:
+        return first
+    else:
+        second = tl.load(address + PART, mask=is_read[:, None] & (column + PART < HEAD_DIM), other=0.0)
+        return tl.join(first, second).permute(0, 2, 1).reshape(GROUPS, GROUP)
+
+
+@triton.jit
+def rotate(x, BLOCK: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr):
     """Rows of fp32 ``[rows, values]`` times the rotation of :func:`kvpass.reference.rotate`, in the same order of sums.
 
-    ``BLOCK`` is :func:`kvpass.formats.rotation_block` of head_dim, ``NORM`` its inverse square root. Each round adds
-    neighbours and deals the results out to the two halves, which brings the next bit of the index to the end.
+    ``BLOCK`` is :func:`kvpass.formats.rotation_block` of head_dim, ``NORM`` its inverse square root, and ``GROUP`` how
+    many neighbours (2 to 16) a thread has. The first rounds are among these: each adds pairs and deals the results out
+    to the two halves, which brings the next bit of the index to the end. In the others, lanes of a warp exchange their
+    values. So no round goes through shared memory, and the values stay with their threads.
     """
-    ROWS: tl.constexpr = x.shape[0] * x.shape[1] // BLOCK
     SHAPE: tl.constexpr = (x.shape[0], x.shape[1])
-    x = x.reshape(ROWS, BLOCK)
-    for bit in tl.static_range(8):
-        if 2**bit < BLOCK:
-            first, second = tl.split(x.reshape(ROWS, BLOCK // 2, 2))
-            x = tl.join(first + second, first - second).permute(0, 2, 1).reshape(ROWS, BLOCK)
+    NEAR: tl.constexpr = min(BLOCK, GROUP)
+    LANES: tl.constexpr = BLOCK // NEAR
+    GROUPS: tl.constexpr = x.shape[0] * x.shape[1] // NEAR
+    x = x.reshape(GROUPS, NEAR)
+    for bit in tl.static_range(4):
+        if 2**bit < NEAR:
+            first, second = tl.split(x.reshape(GROUPS, NEAR // 2, 2))
+            x = tl.join(first + second, first - second).permute(0, 2, 1).reshape(GROUPS, NEAR)
+    if LANES > 1:
+        x = x.reshape(GROUPS // LANES, LANES, NEAR)
+        lane = tl.broadcast_to(tl.arange(0, LANES)[None, :, None], (GROUPS // LANES, LANES, NEAR))
+        for bit in tl.static_range(7):
+            if 2**bit < LANES:
+                other = tl.gather(x, lane ^ 2**bit, 1)
+                # An exact product: the sum or, in the second of the two, the difference.
+                x = tl.fma(x, tl.where((lane & 2**bit) != 0, -1.0, 1.0), other)
     return x.reshape(SHAPE) * NORM
 
 

@@ -75,7 +75,7 @@ def _dequantize_kernel(
         exact = to_float32(tl.load(at, mask=is_kept & (columns < HEAD_DIM), other=0.0))
         value = tl.where(is_kept, exact, value)
     if ROTATION > 1:
-        value = rotate(value, ROTATION, NORM)
+        value = rotate(value, ROTATION, NORM, 16)
     if centre is not None:
         centre += batch_head % kv_heads * HEAD_DIM
         value += tl.load(centre + columns, mask=columns < HEAD_DIM, other=0.0)

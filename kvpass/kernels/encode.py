@@ -55,33 +55,47 @@ def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
 def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
     """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. int32.
 
-    ``even`` and ``odd`` are two fp32 tiles ``[..., values]``, ``divisor`` is ``[...]``. A value is compared with
+    ``even`` and ``odd`` are two fp32 tiles ``[blocks, values]``, ``divisor`` is ``[blocks]``. A value is compared with
     midpoint times divisor, which is worked out once per block; a division per value made the store half as fast.
     """
-    low = (even < 0).to(tl.int32) << 3
-    high = (odd < 0).to(tl.int32) << 3
     # The tie between codes n and n + 1 rises, to even, where n is odd.
-    low, high = _rise(low, high, even, odd, divisor, 0.25, not TIES_TO_EVEN)
-    low, high = _rise(low, high, even, odd, divisor, 0.75, True)
-    low, high = _rise(low, high, even, odd, divisor, 1.25, not TIES_TO_EVEN)
-    low, high = _rise(low, high, even, odd, divisor, 1.75, True)
-    low, high = _rise(low, high, even, odd, divisor, 2.5, not TIES_TO_EVEN)
-    low, high = _rise(low, high, even, odd, divisor, 3.5, True)
-    return _rise(low, high, even, odd, divisor, 5.0, not TIES_TO_EVEN)
+    to_1 = _least_above(divisor, 0.25, not TIES_TO_EVEN)[:, None]
+    to_2 = _least_above(divisor, 0.75, True)[:, None]
+    to_3 = _least_above(divisor, 1.25, not TIES_TO_EVEN)[:, None]
+    to_4 = _least_above(divisor, 1.75, True)[:, None]
+    to_5 = _least_above(divisor, 2.5, not TIES_TO_EVEN)[:, None]
+    to_6 = _least_above(divisor, 3.5, True)[:, None]
+    to_7 = _least_above(divisor, 5.0, not TIES_TO_EVEN)[:, None]
+    return (
+        _code_between(even, to_1, to_2, to_3, to_4, to_5, to_6, to_7),
+        _code_between(odd, to_1, to_2, to_3, to_4, to_5, to_6, to_7),
+    )
 
 
 @triton.jit
-def _rise(low, high, even, odd, divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
-    """The codes, one higher where the value lies beyond a midpoint."""
-    least = _least_above(divisor, MIDPOINT, TIE_RISES)[:, :, None]
-    return low + (tl.abs(even) >= least).to(tl.int32), high + (tl.abs(odd) >= least).to(tl.int32)
+def _code_between(x, to_1, to_2, to_3, to_4, to_5, to_6, to_7):
+    """How many of seven ascending numbers ``|x|`` reaches, found by halves, and the sign in bit 3.
+
+    What a comparison decides is selected at once: few predicates live at a time, and a GPU has seven.
+    """
+    magnitude = tl.abs(x)
+    sign = tl.where(x < 0, 8, 0)
+    is_above = magnitude >= to_4
+    code = tl.where(is_above, sign + 4, sign)
+    middle = tl.where(is_above, to_6, to_2)
+    lower = tl.where(is_above, to_5, to_1)
+    upper = tl.where(is_above, to_7, to_3)
+    is_above = magnitude >= middle
+    code = tl.where(is_above, code + 2, code)
+    return code + (magnitude >= tl.where(is_above, upper, lower)).to(tl.int32)
 
 
 @triton.jit
 def _rule(amax, factor, wanted: tl.constexpr, BLOCK_SCALE: tl.constexpr, SCALE_RULE: tl.constexpr):
     """The e4m3 or e8m0 bits, int32, of the scale that brings ``amax`` to ``wanted`` (6 unless a search asks)."""
     if BLOCK_SCALE == "e4m3":
-        part = tl.math.div_rn(amax, tl.full(amax.shape, wanted, tl.float32))
+        # A quarter is exact, or rounded in the same way.
+        part = amax * 0.25 if wanted == 4.0 else tl.math.div_rn(amax, tl.full(amax.shape, wanted, tl.float32))
         return encode_float8(tl.math.div_rn(part, factor), "e4m3").to(tl.int32)
     elif SCALE_RULE == "floor":
         return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
@@ -105,11 +119,16 @@ def _step_scale(bits, amax, factor, BLOCK_SCALE: tl.constexpr, SEARCH: tl.conste
 
 @triton.jit
 def _rounding_error(x, inverse, ALIGN: tl.constexpr):
-    """What ``|x| * inverse`` is rounded by, as :mod:`kvpass.reference` has it: sums of its squares are exact."""
-    scaled = (tl.abs(x) * inverse + ALIGN) - ALIGN
-    power = (tl.maximum(scaled, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    """What ``|x| * inverse`` is rounded by, as :mod:`kvpass.reference` has it: sums of its squares are exact.
+
+    All is shifted by ``ALIGN``, a multiple of every step. The power is of the quotient before it is put on the grid:
+    where that lifts it to the next power, it is a code of both steps.
+    """
+    quotient = tl.abs(x) * inverse
+    scaled = quotient + ALIGN
+    power = (tl.maximum(quotient, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     rounded = tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, scaled))
-    return scaled - tl.minimum(rounded, 6.0)
+    return scaled - tl.minimum(rounded, ALIGN + 6.0)
 
 
 @triton.jit
@@ -117,9 +136,9 @@ def _squared_error(even, odd, amax, divisor, BLOCK_SCALE: tl.constexpr):
     REACH: tl.constexpr = 8.0 if BLOCK_SCALE == "e4m3" else 16.0
     ALIGN: tl.constexpr = 49152.0 if BLOCK_SCALE == "e4m3" else 196608.0
     inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    first = _rounding_error(even, inverse[:, :, None], ALIGN)
-    second = _rounding_error(odd, inverse[:, :, None], ALIGN)
-    error = tl.sum(tl.fma(first, first, second * second), axis=2) * divisor * divisor
+    first = _rounding_error(even, inverse[:, None], ALIGN)
+    second = _rounding_error(odd, inverse[:, None], ALIGN)
+    error = tl.sum(tl.fma(first, first, second * second), axis=1) * divisor * divisor
     return tl.where(amax * inverse > REACH, float("inf"), error)
 
 
@@ -135,12 +154,12 @@ def choose_block_scale(
     """The e4m3 or e8m0 bits of the scales of blocks, and what divides their values (NaN or 0: their codes are zero).
 
     Args:
-        even, odd: ``[rows, blocks, values]`` fp32, the values of each block in two halves.
-        factor: ``[rows, blocks]``, the tensor scale of each block (1 without one).
+        even, odd: ``[blocks, values]`` fp32, the values of each block in two halves.
+        factor: ``[blocks]``, the tensor scale of each block (1 without one).
     """
+    magnitude = tl.maximum(tl.abs(even), tl.abs(odd), propagate_nan=tl.PropagateNan.ALL)
     # As integers, the bits of magnitudes sort like their values, and a NaN above all of them.
-    magnitude = tl.maximum(even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
+    amax = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     base = _rule(amax, factor, 6.0, BLOCK_SCALE, SCALE_RULE)
     bits, divisor = _step_scale(base, amax, factor, BLOCK_SCALE, SEARCH)
     if SEARCH != "none":

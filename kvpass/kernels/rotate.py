@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvpass.formats import rotation_block
-from kvpass.kernels.codecs import early_launch, on_device, rotate, round_to, to_float32
+from kvpass.kernels.codecs import early_launch, load_groups, on_device, rotate, round_to, to_float32
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_ROWS = 4
@@ -25,6 +25,7 @@ def _rotate_kernel(
     length,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     ROTATION: tl.constexpr,
     NORM: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
@@ -34,13 +35,16 @@ def _rotate_kernel(
     if LAUNCHES_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    ROW_GROUPS: tl.constexpr = WIDTH // GROUP
+    group = tl.arange(0, BLOCK_ROWS * ROW_GROUPS)
+    row = (tl.program_id(0) * BLOCK_ROWS + group // ROW_GROUPS).to(tl.int64)
     start = row // (heads * length) * batch_stride + row // length % heads * head_stride + row % length * token_stride
-    column = tl.arange(0, WIDTH)[None, :]
+    column = group % ROW_GROUPS * GROUP
+    value = to_float32(load_groups(x + start + column, column, row < rows, HEAD_DIM, GROUP))
+    value = rotate(value, ROTATION, NORM, GROUP)
+    column = column[:, None] + tl.arange(0, GROUP)[None, :]
     is_value = (row < rows)[:, None] & (column < HEAD_DIM)
-    value = to_float32(tl.load(x + start[:, None] + column, mask=is_value, other=0.0))
-    value = rotate(value, ROTATION, NORM)
-    tl.store(out + row[:, None] * HEAD_DIM + column, round_to(value, OUT_DTYPE), mask=is_value)
+    tl.store(out + (row * HEAD_DIM)[:, None] + column, round_to(value, OUT_DTYPE), mask=is_value)
 
 
 def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +59,7 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, head_dim = x.shape[:3].numel(), x.shape[3]
     if rows == 0:
         return out
-    size = rotation_block(head_dim)
+    size, width = rotation_block(head_dim), triton.next_power_of_2(head_dim)
     with on_device(x):
         _rotate_kernel[(triton.cdiv(rows, _BLOCK_ROWS),)](
             x,
@@ -65,7 +69,8 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             x.shape[1],
             x.shape[2],
             HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
+            WIDTH=width,
+            GROUP=max(2, min(16, _BLOCK_ROWS * width // 32)),
             ROTATION=size,
             NORM=size**-0.5,
             OUT_DTYPE=_DTYPES[dtype],

@@ -11,6 +11,7 @@ from kvpass.kernels.codecs import (
     check_buffers,
     constexprs,
     early_launch,
+    load_groups,
     on_device,
     padded_width,
     rotate,
@@ -25,7 +26,21 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
+def _source(row, batch, rows, kv_heads, length, BLOCK_ROWS: tl.constexpr, ONE_HEAD: tl.constexpr):
+    """Batch, head and token of each ``row`` of the program's ``BLOCK_ROWS``, and whether there is such a token."""
+    if ONE_HEAD:
+        head = tl.program_id(1)
+        token = tl.program_id(0) * BLOCK_ROWS + row
+        return batch, head, token, token < length
+    else:
+        row += tl.program_id(0) * BLOCK_ROWS
+        batch_head = row // length
+        return batch_head // kv_heads, batch_head % kv_heads, row % length, row < rows
+
+
+@triton.jit
 def _store_rows(
+    batch,
     x,
     batch_stride,
     head_stride,
@@ -51,38 +66,29 @@ def _store_rows(
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
     KEEP_FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_HEAD: tl.constexpr,
 ):
-    """Quantize ``BLOCK_ROWS`` of the ``batch * kv_heads * length`` rows of one of K and V, all of one head if
-    ``ONE_HEAD``, which saves divisions."""
-    if ONE_HEAD:
-        tiles = tl.cdiv(length, BLOCK_ROWS)
-        batch_head = tl.full([BLOCK_ROWS], 0, tl.int32) + tl.program_id(0) // tiles
-        token = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_row = token < length
-    else:
-        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        batch_head = row // length
-        token = row % length
-        is_row = row < rows
-    head = batch_head % kv_heads
-    batch = (batch_head // kv_heads).to(tl.int64)
-    slot = tl.load(positions + token, mask=is_row, other=-1).to(tl.int64)
+    """Quantize ``BLOCK_ROWS`` of the ``batch * kv_heads * length`` rows of one of K and V: if ``ONE_HEAD``, which saves
+    divisions, all of one head and of ``batch``. Tiles are ``[groups, GROUP]``, with ``GROUP`` values to a thread."""
+    ROW_GROUPS: tl.constexpr = VALUES // GROUP
+    GROUPS: tl.constexpr = BLOCK_ROWS * ROW_GROUPS
+    group = tl.arange(0, GROUPS)
+    of_batch, head, token, is_row = _source(group // ROW_GROUPS, batch, rows, kv_heads, length, BLOCK_ROWS, ONE_HEAD)
+    slot = tl.load(positions + token, mask=is_row, other=-1)
     is_inside = (slot >= 0) & (slot < max_len)
-    is_stored = is_inside[:, None]
-    x_row = batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
-    batch_head = batch_head.to(tl.int64)
-
-    VALUES: tl.constexpr = 2 * WIDTH if CODEC == "e2m1" else WIDTH
-    column = tl.arange(0, VALUES)[None, :]
-    raw = tl.load(x + x_row[:, None] + column, mask=is_stored & (column < HEAD_DIM), other=0)
+    column = group % ROW_GROUPS * GROUP
+    x_row = of_batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
+    raw = load_groups(x + x_row + column, column, is_row, HEAD_DIM, GROUP)
     value = to_float32(raw)
     if centre is not None:
-        value -= tl.load(centre + head[:, None] * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
+        value -= load_groups(centre + (head * HEAD_DIM + column), column, is_row, HEAD_DIM, GROUP)
     if ROTATION > 1:
-        value = rotate(value, ROTATION, NORM)
+        value = rotate(value, ROTATION, NORM, GROUP)
+    batch_head = tl.zeros([GROUPS], tl.int64) + (of_batch * kv_heads + head)
+    value_column = column[:, None] + tl.arange(0, GROUP)[None, :]
     if kept is not None:
         kept_row = slot.to(tl.int32)
         is_kept = kept_row < KEEP_FIRST
@@ -93,57 +99,70 @@ def _store_rows(
             kept_row = tl.where(is_kept, kept_row, KEEP_FIRST + (kept_row - KEEP_FIRST) % (KEEP - KEEP_FIRST))
             is_kept |= age < KEEP - KEEP_FIRST
         is_kept &= is_inside
+        writes_slot = (column == 0) & (batch_head == 0)
         if KEEP > KEEP_FIRST:
             if length > 1:  # a single token takes its slot's row
                 # Where slots are consecutive, a row that is not taken by its slot's new token is taken by a later one.
                 # Elsewhere it may hold the old token: then it is of no slot any more.
-                is_lost = (is_kept == 0) & is_inside & (batch_head == 0)
+                is_lost = (is_kept == 0) & is_inside & writes_slot
                 held = tl.load(kept_slots + kept_row, mask=is_lost, other=-1)
                 is_lost &= held == slot
                 if tl.max(is_lost.to(tl.int32), 0) > 0:
-                    nothing = tl.full([BLOCK_ROWS], -1, tl.int32)
+                    nothing = tl.full([GROUPS], -1, tl.int32)
                     tl.atomic_cas(kept_slots + tl.where(is_lost, kept_row, 0), tl.where(is_lost, held, -2), nothing)
-        at = kept + (batch_head * KEEP + kept_row)[:, None] * HEAD_DIM + column
-        tl.store(at, round_to(value, tl.bfloat16), mask=is_kept[:, None] & (column < HEAD_DIM))
-        tl.store(kept_slots + kept_row, slot.to(tl.int32), mask=is_kept & (batch_head == 0))
+        at = kept + ((batch_head * KEEP + kept_row) * HEAD_DIM)[:, None] + value_column
+        tl.store(at, round_to(value, tl.bfloat16), mask=is_kept[:, None] & (value_column < HEAD_DIM))
+        tl.store(kept_slots + kept_row, slot.to(tl.int32), mask=is_kept & writes_slot)
 
     ROW: tl.constexpr = HEAD_DIM // 2 if CODEC == "e2m1" else HEAD_DIM
-    code_column = tl.arange(0, WIDTH)[None, :]
-    out = codes + (batch_head * max_len + slot)[:, None] * ROW + code_column
-    is_code = is_stored & (code_column < ROW)
+    out = codes + (batch_head * max_len + slot) * ROW
+    is_value = is_inside[:, None] & (value_column < HEAD_DIM)
     if CODEC == "bf16":
-        tl.store(out, raw if raw.dtype == tl.bfloat16 else round_to(value, tl.bfloat16), mask=is_code)
+        raw = raw if raw.dtype == tl.bfloat16 else round_to(value, tl.bfloat16)
+        tl.store(out[:, None] + value_column, raw, mask=is_value)
     elif CODEC == "e2m1":
-        PER_SCALE: tl.constexpr = BLOCK // 2  # values of a block in each of the halves below
         BLOCKS: tl.constexpr = HEAD_DIM // BLOCK
-        BLOCKS_PADDED: tl.constexpr = WIDTH // PER_SCALE
-        even, odd = tl.split(value.reshape(BLOCK_ROWS, WIDTH, 2))
-        even = even.reshape(BLOCK_ROWS, BLOCKS_PADDED, PER_SCALE)
-        odd = odd.reshape(BLOCK_ROWS, BLOCKS_PADDED, PER_SCALE)
-        factor = tl.full([BLOCK_ROWS, BLOCKS_PADDED], 1.0, tl.float32)
+        ROW_BLOCKS: tl.constexpr = VALUES // BLOCK
+        TILE: tl.constexpr = BLOCK_ROWS * ROW_BLOCKS
+        even, odd = tl.split(value.reshape(TILE, BLOCK // 2, 2))
+        block = tl.arange(0, TILE)
+        of_batch, head, token, is_row = _source(
+            block // ROW_BLOCKS, batch, rows, kv_heads, length, BLOCK_ROWS, ONE_HEAD
+        )
+        factor = tl.full([TILE], 1.0, tl.float32)
         if scale is not None:
-            factor *= tl.load(scale + head)[:, None]
+            factor *= tl.load(scale + head)
         scale_bits, divisor = choose_block_scale(even, odd, factor, BLOCK_SCALE, SCALE_RULE, SEARCH)
         low, high = encode_e2m1(even, odd, divisor, BLOCK_SCALE == "e4m3" or SCALE_RULE == "floor")
-        packed = tl.where((divisor > 0)[:, :, None], low | high << 4, 0)  # neither 0 nor NaN
-        tl.store(out, packed.reshape(BLOCK_ROWS, WIDTH).to(tl.uint8), mask=is_code)
+        packed = tl.where((divisor > 0)[:, None], low | high << 4, 0)  # neither 0 nor NaN
+        code_column = (column // 2)[:, None] + tl.arange(0, GROUP // 2)[None, :]
+        is_code = (is_inside & (column < HEAD_DIM))[:, None]
+        tl.store(out[:, None] + code_column, packed.reshape(GROUPS, GROUP // 2).to(tl.uint8), mask=is_code)
 
-        tiles = tl.cdiv(max_len, 32)
-        block = tl.arange(0, BLOCKS_PADDED)[None, :]
-        tile_offset = (batch_head * tiles + slot // 32) * (BLOCKS * 32) + scale_slot(slot)
-        tl.store(block_scale + tile_offset[:, None] + block * 32, scale_bits, mask=is_stored & (block < BLOCKS))
+        slot = tl.load(positions + token, mask=is_row, other=-1)
+        is_inside = (slot >= 0) & (slot < max_len)
+        tile = (of_batch * kv_heads + head).to(tl.int64) * tl.cdiv(max_len, 32) + slot // 32
+        block = block % ROW_BLOCKS
+        address = block_scale + (tile * (BLOCKS * 32) + scale_slot(slot) + block * 32)
+        tl.store(address, scale_bits, mask=is_inside & (block < BLOCKS))
     elif CODEC == "int8":
+        of_batch, head, token, is_row = _source(
+            tl.arange(0, BLOCK_ROWS), batch, rows, kv_heads, length, BLOCK_ROWS, ONE_HEAD
+        )
         factor = tl.full([BLOCK_ROWS], 1.0, tl.float32)
         if scale is not None:
             factor *= tl.load(scale + head)
-        row_codes, row_bits = encode_int8(value, factor)
-        tl.store(out, row_codes, mask=is_code)
-        row_offset = (batch_head * tl.cdiv(max_len, 32) + slot // 32) * 32 + scale_slot(slot)
-        tl.store(block_scale + row_offset, row_bits, mask=is_inside)
+        row_codes, row_bits = encode_int8(value.reshape(BLOCK_ROWS, VALUES), factor)
+        tl.store(out[:, None] + value_column, row_codes.reshape(GROUPS, GROUP), mask=is_value)
+        slot = tl.load(positions + token, mask=is_row, other=-1)
+        is_inside = (slot >= 0) & (slot < max_len)
+        tile = (of_batch * kv_heads + head).to(tl.int64) * tl.cdiv(max_len, 32) + slot // 32
+        tl.store(block_scale + (tile * 32 + scale_slot(slot)), row_bits, mask=is_inside)
     else:
         if scale is not None:
-            value = tl.math.div_rn(value, tl.broadcast_to(tl.load(scale + head)[:, None], value.shape))
-        tl.store(out, encode_float8(value, CODEC), mask=is_code)
+            factor = tl.full([GROUPS], 1.0, tl.float32) * tl.load(scale + head)
+            value = tl.math.div_rn(value, tl.broadcast_to(factor[:, None], value.shape))
+        tl.store(out[:, None] + value_column, encode_float8(value, CODEC), mask=is_value)
 
 
 @triton.jit(do_not_specialize=["rows", "length", "max_len"])
@@ -182,7 +201,8 @@ def _store_kernel(
     KEY_ROTATION: tl.constexpr,
     KEY_NORM: tl.constexpr,
     KEY_KEEP: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
+    KEY_VALUES: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_CODEC: tl.constexpr,
     VALUE_BLOCK_SCALE: tl.constexpr,
@@ -192,7 +212,8 @@ def _store_kernel(
     VALUE_ROTATION: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     VALUE_KEEP: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    VALUE_VALUES: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     KEEP_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_HEAD: tl.constexpr,
@@ -201,21 +222,22 @@ def _store_kernel(
     if LAUNCHES_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.program_id(1) == 0:
+    batches = tl.num_programs(2) // 2
+    if tl.program_id(2) < batches:
         _store_rows(
-            key, key_batch_stride, key_head_stride, key_token_stride,
+            tl.program_id(2), key, key_batch_stride, key_head_stride, key_token_stride,
             positions, key_codes, key_block_scale, key_scale, key_centre, key_kept, key_kept_slots,
             rows, kv_heads, length, max_len,
             KEY_DIM, KEY_CODEC, KEY_BLOCK_SCALE, KEY_BLOCK, KEY_SCALE_RULE, KEY_SEARCH, KEY_ROTATION, KEY_NORM,
-            KEY_KEEP, KEEP_FIRST, KEY_WIDTH, BLOCK_ROWS, ONE_HEAD,
+            KEY_KEEP, KEEP_FIRST, KEY_VALUES, KEY_GROUP, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
     else:
         _store_rows(
-            value, value_batch_stride, value_head_stride, value_token_stride,
+            tl.program_id(2) - batches, value, value_batch_stride, value_head_stride, value_token_stride,
             positions, value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots,
             rows, kv_heads, length, max_len,
             VALUE_DIM, VALUE_CODEC, VALUE_BLOCK_SCALE, VALUE_BLOCK, VALUE_SCALE_RULE, VALUE_SEARCH, VALUE_ROTATION,
-            VALUE_NORM, VALUE_KEEP, KEEP_FIRST, VALUE_WIDTH, BLOCK_ROWS, ONE_HEAD,
+            VALUE_NORM, VALUE_KEEP, KEEP_FIRST, VALUE_VALUES, VALUE_GROUP, BLOCK_ROWS, ONE_HEAD,
         )  # fmt: skip
 
 
@@ -271,11 +293,15 @@ def store(
         return
     key = key if key.stride(3) == 1 else key.contiguous()
     value = value if value.stride(3) == 1 else value.contiguous()
-    block_rows = 16 if rows >= 4096 else 4  # few rows: spread them, the launch is all latency
-    one_head = length >= block_rows
-    programs = batch * kv_heads * triton.cdiv(length, block_rows) if one_head else triton.cdiv(rows, block_rows)
+    key_values, value_values = (_padded(fmt, dim) for fmt, dim in ((key_row, key_dim), (value_row, value_dim)))
+    # Few rows: spread them, a warp each, the launch is all latency. Many: sixteen values a thread, whole blocks of most
+    # formats, whose scales are then worked out once.
+    num_warps = 1 if rows < 1024 else 4
+    block_rows = 1 if num_warps == 1 else max(1, 2048 // max(key_values, value_values))
+    one_head = length >= block_rows and max(2 * batch, kv_heads) < 2**16
+    grid = (triton.cdiv(length, block_rows), kv_heads, 2 * batch) if one_head else (triton.cdiv(rows, block_rows), 1, 2)
     with on_device(key):
-        _store_kernel[(programs, 2)](
+        _store_kernel[grid](
             key,
             *key.stride()[:3],
             value,
@@ -298,18 +324,30 @@ def store(
             length,
             key_codes.shape[2],
             KEY_DIM=key_dim,
-            KEY_WIDTH=padded_width(key_row, key_dim),
+            KEY_VALUES=key_values,
+            KEY_GROUP=_group(key_row, key_values, block_rows, num_warps),
             **_constexprs(key_row, key_dim, key_kept, "KEY_"),
             VALUE_DIM=value_dim,
-            VALUE_WIDTH=padded_width(value_row, value_dim),
+            VALUE_VALUES=value_values,
+            VALUE_GROUP=_group(value_row, value_values, block_rows, num_warps),
             **_constexprs(value_row, value_dim, value_kept, "VALUE_"),
             KEEP_FIRST=min(keep_first, max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))),
             BLOCK_ROWS=block_rows,
             ONE_HEAD=one_head,
             **early_launch(key.device),
-            num_warps=2 if block_rows == 4 and key_row.search == value_row.search == "none" else 4,
+            num_warps=num_warps,
             enable_fp_fusion=False,  # every rounding as in the reference
         )
+
+
+def _padded(fmt: KVFormat, head_dim: int) -> int:
+    return fmt.head_dim(padded_width(fmt, head_dim))
+
+
+def _group(fmt: KVFormat, values: int, block_rows: int, num_warps: int) -> int:
+    """Neighbours that a thread gets, of a tile of ``block_rows`` rows of ``values``; at most 16 bytes to store."""
+    most = 8 if fmt.codec == "bf16" else 16
+    return max(2, min(most, block_rows * values // (32 * num_warps)))
 
 
 def _constexprs(fmt: KVFormat, head_dim: int, kept: torch.Tensor | None, prefix: str) -> dict[str, object]:
