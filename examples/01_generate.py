@@ -1,7 +1,7 @@
 """Generate with a real model, its KV cache in every format, side by side.
 
 python examples/01_generate.py                          # SmolLM2-135M-Instruct, on a GPU where there is one
-python examples/01_generate.py --model Qwen/Qwen3-0.6B --formats fp8_e4m3 nvfp4 --max-new-tokens 128
+python examples/01_generate.py --model Qwen/Qwen3-0.6B --formats fp8_e4m3 balanced kv.yaml --max-new-tokens 128
 """
 
 from __future__ import annotations
@@ -19,10 +19,23 @@ import kvpass
 PROMPT = "Explain in three sentences why the sky is blue."
 
 
+def configuration(text: str) -> tuple[str, kvpass.KVQuantConfig]:
+    try:
+        return text, kvpass.KVQuantConfig.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id or folder of a causal LM; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--formats", nargs="+", default=list(kvpass.format_names()), choices=kvpass.format_names())
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        type=configuration,
+        default=[configuration(name) for name in kvpass.format_names()],
+        help="names, pairs for K and V (fp8_e4m3/nvfp4), presets or configuration files; default: every name",
+    )
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=48, help="at least 2: the first comes from the prefill")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -44,8 +57,8 @@ def main() -> None:
     print(f"\n{arguments.prompt}\n")
     text, seconds = text_and_seconds()
     print(f"transformers' own bf16 cache, not compiled ({seconds:.1f} s)\n    {text}\n")
-    for name in arguments.formats:
-        kvpass.enable(model, name)
+    for name, config in arguments.formats:
+        kvpass.enable(model, config)
         print(f"{name}: compiling the decode step ...", end="", flush=True, file=sys.stderr)
         _, first = text_and_seconds()
         print(f" {first:.1f} s with the first answer", file=sys.stderr)
