@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpass.checkpoint import Checkpoint
-from kvpass.formats import KVBuffers, KVFormat, check_centre, check_scale, get_format, unknown_name
+from kvpass.formats import KVBuffers, KVFormat, check_centre, check_scale, format_names, get_format, unknown_name
 from kvpass.scale_files import read_json, write_whole
 from kvpass.scales import KVScales
 
@@ -231,7 +231,11 @@ class KVQuantConfig:
         if isinstance(config, str):
             if config.endswith((".json", ".yaml", ".yml")):
                 raise ValueError(f"{config!r} is a file; read it with kvpass.KVQuantConfig.from_file({config!r})")
-            return cls.preset(config) if config in PRESETS else cls(format=config)
+            if config in PRESETS:
+                return cls.preset(config)
+            if config.split("+")[0] not in format_names():
+                raise ValueError(unknown_name("KV format", config, [*format_names(), *PRESETS]))
+            return cls(format=config)
         if isinstance(config, Mapping):
             return cls.from_dict(config)
         raise TypeError(f"expected a format's name, a dictionary or a KVQuantConfig, got {type(config).__name__}")

@@ -34,6 +34,7 @@ def test_file_round_trip(tmp_path, suffix):
     ("given", "error", "message"),
     [
         ("nvfp5", ValueError, "unknown KV format 'nvfp5'; known: bf16"),
+        ("Compact", ValueError, r"known: bf16, .* balanced, compact. Did you mean 'compact'\?"),
         ({"format": "nvfp4", "key_fromat": "bf16"}, ValueError, r"'key_fromat'; known: .*Did you mean 'key_format'\?"),
         ({"value_format": "fp3"}, ValueError, "unknown KV format 'fp3'"),
         ({"format": None}, ValueError, "unknown KV format None"),
