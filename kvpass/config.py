@@ -96,6 +96,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def names_a_file(text: str) -> bool:
+    """Whether ``text``, given where a configuration is expected, is the name of a file of one."""
+    return text.endswith((".json", ".yaml", ".yml"))
+
+
 @dataclass(frozen=True, repr=False)
 class KVQuantConfig:
     """How a model's KV cache is stored.
@@ -229,7 +234,7 @@ class KVQuantConfig:
         if isinstance(config, KVQuantConfig):
             return config
         if isinstance(config, str):
-            if config.endswith((".json", ".yaml", ".yml")):
+            if names_a_file(config):
                 raise ValueError(f"{config!r} is a file; read it with kvpass.KVQuantConfig.from_file({config!r})")
             if config in PRESETS:
                 return cls.preset(config)
@@ -244,7 +249,7 @@ class KVQuantConfig:
     def parse(cls, text: str) -> KVQuantConfig:
         """What a command line names: whatever :meth:`of` takes, the formats of K and V as ``key/value``, or a file for
         :meth:`from_file`."""
-        if text.endswith((".json", ".yaml", ".yml")):
+        if names_a_file(text):
             if not Path(text).is_file():
                 raise ValueError(f"{text} is not a file")
             return cls.from_file(text)

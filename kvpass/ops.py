@@ -38,8 +38,8 @@ def _operator(
     """Make an operator of a function, which computes it where ``cuda`` does not. Autograd does not see one without
     ``backward``.
 
-    What ``torch.library.custom_op`` does, but for its layers of Python around every call: they take the host 0.1 ms,
-    as long as launching a kernel, in each layer of a prompt and of a step that no CUDA graph holds.
+    What ``torch.library.custom_op`` does, but for its layers of Python around every call: they take the host far longer
+    than the dispatcher does, in each layer of a prompt and of a step that no CUDA graph holds.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:

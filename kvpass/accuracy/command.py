@@ -18,7 +18,7 @@ from kvpass.accuracy.storage import BITS_AT, PREFILL
 from kvpass.accuracy.teacher_forced import DEFAULT_FORMATS, evaluate, named_configs
 from kvpass.accuracy.tuning import DEFAULT_CANDIDATES, DEFAULT_VALUE_CANDIDATES, tune
 from kvpass.bench.record import Output, environment
-from kvpass.config import KVQuantConfig
+from kvpass.config import KVQuantConfig, names_a_file
 from kvpass.pretrained import add_model_arguments, load_model, require
 from kvpass.scale_files import write_whole
 
@@ -125,7 +125,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tune(args: argparse.Namespace) -> int:
     """``kvpass tune``."""
-    if args.out.suffix not in (".yaml", ".yml", ".json"):
+    if not names_a_file(args.out.name):
         raise ValueError(f"--out {args.out}: the name must end in .yaml, .yml or .json")
     _check_files(args.text, args.json, args.plot)
     args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -185,4 +185,4 @@ def _rows(evaluation: Evaluation, text: Path, device: torch.device) -> list[dict
 
 def _without_folder(name: str) -> str:
     """What a format is called, or the file of a configuration: its folder is no one else's business."""
-    return Path(name).name if name.endswith((".json", ".yaml", ".yml")) else name
+    return Path(name).name if names_a_file(name) else name

@@ -112,6 +112,11 @@ def rotation_constexprs(fmt: KVFormat, head_dim: int, prefix: str) -> dict[str, 
     return {f"{prefix}ROTATION": size, f"{prefix}NORM": size**-0.5}
 
 
+def neighbours(values: int, num_warps: int, most: int = 16) -> int:
+    """``GROUP`` of :func:`load_groups` and :func:`rotate`: how many values of a tile a thread has, up to ``most``."""
+    return max(2, min(most, values // (32 * num_warps)))
+
+
 def padded_width(fmt: KVFormat, head_dim: int) -> int:
     """``code_width`` as the power of two, at least 16, that a tile has."""
     return max(16, triton.next_power_of_2(fmt.code_width(head_dim)))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvpass.formats import rotation_block
-from kvpass.kernels.codecs import early_launch, load_groups, on_device, rotate, round_to, to_float32
+from kvpass.kernels.codecs import early_launch, load_groups, neighbours, on_device, rotate, round_to, to_float32
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_ROWS = 4
@@ -70,7 +70,7 @@ def rotate_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             x.shape[2],
             HEAD_DIM=head_dim,
             WIDTH=width,
-            GROUP=max(2, min(16, _BLOCK_ROWS * width // 32)),
+            GROUP=neighbours(_BLOCK_ROWS * width, num_warps=1),
             ROTATION=size,
             NORM=size**-0.5,
             OUT_DTYPE=_DTYPES[dtype],

@@ -12,6 +12,7 @@ from kvpass.kernels.codecs import (
     constexprs,
     early_launch,
     load_groups,
+    neighbours,
     on_device,
     padded_width,
     rotate,
@@ -36,6 +37,13 @@ def _source(row, batch, rows, kv_heads, length, BLOCK_ROWS: tl.constexpr, ONE_HE
         row += tl.program_id(0) * BLOCK_ROWS
         batch_head = row // length
         return batch_head // kv_heads, batch_head % kv_heads, row % length, row < rows
+
+
+@triton.jit
+def _slots(positions, token, is_row, max_len):
+    """The slot of each ``token``, and whether it is stored."""
+    slot = tl.load(positions + token, mask=is_row, other=-1)
+    return slot, (slot >= 0) & (slot < max_len)
 
 
 @triton.jit
@@ -77,8 +85,7 @@ def _store_rows(
     GROUPS: tl.constexpr = BLOCK_ROWS * ROW_GROUPS
     group = tl.arange(0, GROUPS)
     of_batch, head, token, is_row = _source(group // ROW_GROUPS, batch, rows, kv_heads, length, BLOCK_ROWS, ONE_HEAD)
-    slot = tl.load(positions + token, mask=is_row, other=-1)
-    is_inside = (slot >= 0) & (slot < max_len)
+    slot, is_inside = _slots(positions, token, is_row, max_len)
     column = group % ROW_GROUPS * GROUP
     x_row = of_batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
     raw = load_groups(x + x_row + column, column, is_row, HEAD_DIM, GROUP)
@@ -139,8 +146,7 @@ def _store_rows(
         is_code = (is_inside & (column < HEAD_DIM))[:, None]
         tl.store(out[:, None] + code_column, packed.reshape(GROUPS, GROUP // 2).to(tl.uint8), mask=is_code)
 
-        slot = tl.load(positions + token, mask=is_row, other=-1)
-        is_inside = (slot >= 0) & (slot < max_len)
+        slot, is_inside = _slots(positions, token, is_row, max_len)
         tile = (of_batch * kv_heads + head).to(tl.int64) * tl.cdiv(max_len, 32) + slot // 32
         block = block % ROW_BLOCKS
         address = block_scale + (tile * (BLOCKS * 32) + scale_slot(slot) + block * 32)
@@ -154,8 +160,7 @@ def _store_rows(
             factor *= tl.load(scale + head)
         row_codes, row_bits = encode_int8(value.reshape(BLOCK_ROWS, VALUES), factor)
         tl.store(out[:, None] + value_column, row_codes.reshape(GROUPS, GROUP), mask=is_value)
-        slot = tl.load(positions + token, mask=is_row, other=-1)
-        is_inside = (slot >= 0) & (slot < max_len)
+        slot, is_inside = _slots(positions, token, is_row, max_len)
         tile = (of_batch * kv_heads + head).to(tl.int64) * tl.cdiv(max_len, 32) + slot // 32
         tl.store(block_scale + (tile * 32 + scale_slot(slot)), row_bits, mask=is_inside)
     else:
@@ -346,8 +351,7 @@ def _padded(fmt: KVFormat, head_dim: int) -> int:
 
 def _group(fmt: KVFormat, values: int, block_rows: int, num_warps: int) -> int:
     """Neighbours that a thread gets, of a tile of ``block_rows`` rows of ``values``; at most 16 bytes to store."""
-    most = 8 if fmt.codec == "bf16" else 16
-    return max(2, min(most, block_rows * values // (32 * num_warps)))
+    return neighbours(block_rows * values, num_warps, most=8 if fmt.codec == "bf16" else 16)
 
 
 def _constexprs(fmt: KVFormat, head_dim: int, kept: torch.Tensor | None, prefix: str) -> dict[str, object]:
