@@ -139,11 +139,11 @@ def run(options: Options, output: Output) -> int:
                 row |= {"batch": held.batch, "peak_bytes": held.peak, "seconds": held.seconds}
         except Exception as error:  # the row says what happened, and the others go on
             row |= {"status": "FAILED", "reason": summary_of(error)}
-        rows.append(row | where)
-    for row in rows:
-        if row["kind"] == "kvpass" and rows[0].get("variant") == STATIC and "batch" in row and "batch" in rows[0]:
+        if rows and rows[0]["variant"] == STATIC and "batch" in row and "batch" in rows[0]:
             row["times_static"] = row["batch"] / rows[0]["batch"]
-    output.write(rows, render(options, rows))
+        rows.append(row | where)
+        output.record(rows[-1:])
+    output.show(rows, render(options, rows))
     return int(any(row["status"] == "FAILED" for row in rows))
 
 

@@ -105,18 +105,25 @@ class Output:
         if not self.is_quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def write(self, rows: Sequence[Row], text: str) -> None:
-        """Print ``text``, or ``rows`` as JSON, and append ``rows`` to the file."""
-        if self.is_quiet:
-            for row in rows:
-                if row["status"] == "FAILED":
-                    print(f"rank {os.environ['RANK']}: {row['variant']}: {row['reason']}", file=sys.stderr, flush=True)
-            return
-        lines = [json.dumps(row) for row in rows]
-        print("\n".join(lines) if self.as_json else text, flush=True)
-        if self.path is not None:
+    def record(self, rows: Sequence[Row]) -> None:
+        """Append ``rows`` to the file."""
+        if self.path is not None and not self.is_quiet:
             with self.path.open("a") as file:
-                file.writelines(line + "\n" for line in lines)
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def show(self, rows: Sequence[Row], text: str) -> None:
+        """Print ``text``, or ``rows`` as JSON."""
+        if not self.is_quiet:
+            print("\n".join(json.dumps(row) for row in rows) if self.as_json else text, flush=True)
+            return
+        for row in rows:
+            if row["status"] == "FAILED":
+                print(f"rank {os.environ['RANK']}: {row['variant']}: {row['reason']}", file=sys.stderr, flush=True)
+
+    def write(self, rows: Sequence[Row], text: str) -> None:
+        """Both: shown, and in the file."""
+        self.show(rows, text)
+        self.record(rows)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
