@@ -75,7 +75,7 @@ def poisoned_buffers(fmt: KVFormat, batch: int, kv_heads: int, max_len: int, hea
     if buffers.block_scale is not None:
         buffers.block_scale.fill_(0xFF)
     if buffers.scale is not None:
-        buffers.scale.copy_(torch.tensor([0.37, 1.9, 1.0, 0.05, 11.0])[torch.arange(kv_heads) % 5])
+        buffers.scale.copy_(torch.tensor([0.37, 1.9, 0.25, 0.05, 11.0])[torch.arange(kv_heads) % 5])
     if buffers.centre is not None:
         buffers.centre.copy_(torch.linspace(-3.0, 2.0, kv_heads * head_dim).view(kv_heads, head_dim))
     if buffers.kept is not None:

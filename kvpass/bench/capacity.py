@@ -117,7 +117,8 @@ def run(options: Options, output: Output) -> int:
     planned = Plan.of(
         model.config, memory, list(dict.fromkeys(["bf16", *options.formats])), DTYPES[options.dtype], options.chunk
     )
-    where, rows = environment(device) | {"clock": "wall clock", "transformers": version("transformers")}, []
+    where = environment(device) | {"clock": "wall clock", "transformers": version("transformers")}
+    rows: list[Row] = []
     for name in names:
         guess = max(1, planned.largest_batch("bf16" if name == STATIC else name, options.context))
         row: Row = {"benchmark": "capacity", "model": options.model, "variant": name, "context": options.context}
