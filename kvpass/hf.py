@@ -107,14 +107,15 @@ def _declared(model: Any) -> KVQuantConfig:
 
 def disable(model: nn.Module) -> None:
     """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled."""
-    unstack(list(model.parameters()))
     if state := vars(model).pop("_kvpass", None):
         for name in _OVERRIDES:
             delattr(model, name)
         vars(model).update(state.replaced)
+        state.spare = None  # what follows needs memory
         if state.substitutes is not None:
             unstack(state.substitutes.parameters)
             state.substitutes.dissolve()
+    unstack(list(model.parameters()))
     forget_reports(list(model.parameters()))
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tensor_parallel import torchrun
+from torch._dynamo.exc import BackendCompilerFailed
 
 import kvpass
 from kvpass import cli
@@ -13,6 +14,7 @@ from kvpass.bench.capacity import Attempt, search
 from kvpass.bench.chart import newest
 from kvpass.bench.models import SHAPES, load_config, load_model, streamed_bytes
 from kvpass.bench.plan import Plan, cache_bytes, parse_bytes
+from kvpass.bench.record import Output
 from kvpass.config import KVQuantConfig
 
 CPU = torch.device("cpu")
@@ -135,7 +137,7 @@ def test_bad_memory(text):
 
 def test_plan_is_what_the_cache_takes():
     config, memory = load_config("tiny"), 4 * 10**9
-    made = Plan.of(config, memory, ["bf16", "nvfp4", "fp8_e4m3/nvfp4"], chunk=64)
+    made = Plan.of(config, memory, ["bf16", "nvfp4", "fp8_e4m3/nvfp4"], chunk=8)
     cache = kvpass.QuantizedCache(config, "nvfp4", max_cache_len=1000)
     cache.early_initialization(3, 2, 32, torch.bfloat16, CPU)
     assert 3 * made.row_bytes("nvfp4", 1000) == cache.nbytes
@@ -197,6 +199,41 @@ def test_search_ends_at_the_largest_batch(guess):
 def test_search_where_nothing_fits():
     tried = list(search(2, machine(10, 10, 5), 10, 5))
     assert [t.batch for t in tried] == [2, 1] and not any(t.peak for t in tried)
+
+
+def test_search_steps_further_back_each_time():
+    tried = list(search(200, machine(10, 10, 1015), 10, 1015))
+    assert [t.batch for t in tried] == [200, 194, 182, 160, 121, 62]  # and would go on with 100
+
+
+def test_memory_that_a_compiler_ran_out_of():
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except torch.OutOfMemoryError as error:
+            raise BackendCompilerFailed(lambda: None, error, None) from error
+    except BackendCompilerFailed as error:
+        assert capacity.is_out_of_memory(error)
+    assert not capacity.is_out_of_memory(ValueError("another"))
+
+
+def test_capacity_keeps_what_it_found_when_it_is_interrupted(monkeypatch, tmp_path, capsys):
+    options = capacity.Options("tiny", 1024, {"fp8_e4m3": KVQuantConfig("fp8_e4m3")}, chunk=128, device=CPU)
+    seen = []
+
+    def attempt(model, name, options, batch):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(batch)
+        return Attempt(batch, None if len(seen) == 1 else 10**9, 1.0)
+
+    monkeypatch.setattr(capacity, "_attempt", attempt)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**11, 10**11))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    assert capacity.run(options, Output(tmp_path / "rows.jsonl")) == 0
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["variant"] == capacity.STATIC and row["batch"] == seen[1] < seen[0] == row["planned"]
+    assert row["attempts"] == [[seen[0], False], [seen[1], True]] and str(seen[1]) in capsys.readouterr().out
 
 
 def test_capacity_needs_a_gpu():

@@ -98,7 +98,9 @@ class Plan:
 
     def needs(self, text: str, batch: int, context: int) -> int:
         """Bytes of cache and activations for ``batch`` sequences of ``context`` tokens, stored as ``text`` says."""
-        return batch * self.row_bytes(text, context) + activation_bytes(self.config, batch, min(self.chunk, context))
+        chunk = min(self.chunk, context)
+        masks = 2 * batch * chunk * context if chunk < context else 0  # one byte each: made, and a graph's copy
+        return batch * self.row_bytes(text, context) + activation_bytes(self.config, batch, chunk) + masks
 
     def row_bytes(self, text: str, context: int) -> int:
         """Bytes of the cache of one sequence of ``context`` tokens in the format shown as ``text``."""
@@ -106,9 +108,9 @@ class Plan:
             self._known[text, context] = cache_bytes(self.config, self.formats[text], context)
         return self._known[text, context]
 
-    def largest_batch(self, text: str, context: int) -> int:
-        """Most sequences of ``context`` tokens; 0 where not even one fits."""
-        return _largest(lambda batch: self.needs(text, batch, context) <= self.room, 1 << 20)
+    def largest_batch(self, text: str, context: int, beside: int = 0) -> int:
+        """Most sequences of ``context`` tokens, each with ``beside`` bytes more; 0 where not even one fits."""
+        return _largest(lambda batch: self.needs(text, batch, context) + batch * beside <= self.room, 1 << 20)
 
     def longest_context(self, text: str, batch: int) -> int:
         """Most tokens of each of ``batch`` sequences, in steps of 32; 0 where not even those fit.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ class Stacked:
             self._addresses = [local(p).data_ptr() for p in parameters]
         return self._tensor
 
-    def forget(self, storages: Collection[int]) -> None:
-        """Let go of the tensor, if its storage is at one of these addresses; it is made anew when it is needed."""
-        if self._tensor is not None and self._tensor.untyped_storage().data_ptr() in storages:
+    def forget(self, storage: int) -> None:
+        """Let go of the tensor, if its storage is at this address; it is made anew when it is needed."""
+        if self._tensor is not None and self._tensor.untyped_storage().data_ptr() == storage:
             self._tensor, self._addresses = None, []
 
     def example(self, args: Sequence[Any]) -> Tensor:
@@ -97,13 +97,19 @@ def stack(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def unstack(parameters: Sequence[Tensor]) -> None:
-    """Give those of ``parameters`` that :func:`stack` moved a storage of their own again."""
-    moved = [local(parameter) for parameter in parameters if _stacked.pop(parameter, False)]
-    storages = {parameter.untyped_storage().data_ptr() for parameter in moved}
-    for parameter in moved:
-        parameter.data = parameter.data.clone()
-    for stacked in _known:  # Dynamo keeps compiled graphs, and these with them
-        stacked.forget(storages)
+    """Give those of ``parameters`` that :func:`stack` moved a storage of their own again, one stack at a time: that is
+    all the memory it takes, and where even that is missing, what is left can be unstacked later."""
+    held: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter in _stacked:
+            held.setdefault(local(parameter).untyped_storage().data_ptr(), []).append(parameter)
+    for storage, members in held.items():
+        for stacked in _known:  # Dynamo keeps compiled graphs, and these with them
+            stacked.forget(storage)
+        for parameter in members:
+            moved = local(parameter)
+            moved.data = moved.data.clone()
+            del _stacked[parameter]
 
 
 def find_stacks(graph: fx.Graph, examples: Sequence[Any]) -> list[list[fx.Node]]:
