@@ -117,6 +117,7 @@ def neighbours(values: int, num_warps: int, most: int = 16) -> int:
     return max(2, min(most, values // (32 * num_warps)))
 
 
+@functools.lru_cache
 def padded_width(fmt: KVFormat, head_dim: int) -> int:
     """``code_width`` as the power of two, at least 16, that a tile has."""
     return max(16, triton.next_power_of_2(fmt.code_width(head_dim)))
