@@ -70,7 +70,8 @@ def centre_of(
     turned = 2 * len(frequencies) if 2 * len(frequencies) <= x.shape[-1] else 0
     mean = x.mean((0, 2))
     if turned:
-        factors, partners = _turns(frequencies, positions, x.device)
+        turns = _turns if torch.compiler.is_compiling() else _remembered_turns  # Dynamo warns of a cache
+        factors, partners = turns(frequencies, positions, x.device)
         factors = factors[..., : x.shape[2], :]
         alone, crossed = torch.einsum("bknd,twcnd->twckd", x[..., :turned], factors) / (x.shape[0] * x.shape[2])
         found = (alone + crossed.gather(-1, partners.expand_as(crossed))).nan_to_num(0.0, 0.0, 0.0)
@@ -81,7 +82,6 @@ def centre_of(
     return mean.nan_to_num(0.0, 0.0, 0.0)
 
 
-@functools.lru_cache(maxsize=8)
 def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """What turns the first tokens to where their mean is wanted, as two sums that are added.
 
@@ -108,6 +108,9 @@ def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device)
         channels = torch.arange(2 * len(frequencies))
         partners = torch.stack([channels, channels.roll(len(frequencies)), channels ^ 1])[:, None]
         return torch.stack([alone, crossed]).float().to(device), partners.to(device)
+
+
+_remembered_turns = functools.lru_cache(maxsize=8)(_turns)
 
 
 def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
