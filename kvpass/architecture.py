@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # Models with a sliding-window cache whose masks know nothing of the window: they rely on the cache dropping tokens.
 _MASKS_WITHOUT_WINDOW = (
@@ -69,6 +70,24 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
         return None  # latent attention: K and V have other widths
     width, heads = in_every_layer(config, "hidden_size"), in_every_layer(config, "num_attention_heads")
     return in_every_layer(config, "head_dim", "d_kv") or (width // heads if width and heads else None)
+
+
+def rotary_frequencies(config: PreTrainedConfig, layer: int) -> tuple[float, ...]:
+    """Radians per position by which rotary embedding turns pairs of K's channels, from the first pair on, in the layer
+    of this index; empty where the configuration does not tell. Where they depend on a prompt's length, those of a short
+    one."""
+    found = getattr(config, "rope_parameters", None) or {}
+    layer_type = dict(enumerate(getattr(config, "layer_types", None) or ())).get(layer)
+    by_type = isinstance(found.get(layer_type), dict)
+    parameters = found[layer_type] if by_type else found
+    kind, base, head_dim = parameters.get("rope_type"), parameters.get("rope_theta"), head_dim_of(config)
+    if base is None or head_dim is None or (kind != "default" and kind not in ROPE_INIT_FUNCTIONS):
+        return ()
+    if kind != "default":
+        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": layer_type} if by_type else {}))
+        return tuple(frequencies.tolist())
+    turned = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return tuple(base ** (-channel / turned) for channel in range(0, turned, 2))
 
 
 def in_layers(config: PreTrainedConfig, *names: str) -> set[Any]:

@@ -15,7 +15,14 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from kvpass.architecture import head_dim_of, holds_attention, in_every_layer, is_hybrid, layers_of_transformers
+from kvpass.architecture import (
+    head_dim_of,
+    holds_attention,
+    in_every_layer,
+    is_hybrid,
+    layers_of_transformers,
+    rotary_frequencies,
+)
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
 from kvpass.layers import HybridLayer, Lengths, QuantizedLayer
 from kvpass.scales import KVScales
@@ -28,7 +35,8 @@ class QuantizedCache(Cache):
         config: The model's configuration. Layers of full, sliding-window and chunked attention are quantized; states
             of linear attention, Mamba and convolutions are kept as transformers keeps them.
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
-        max_cache_len: Slots per sequence: the longest prompt plus everything generated after it.
+        max_cache_len: Slots per sequence: the longest prompt plus everything generated after it. A centre of K that the
+            first tokens give is the best one for a cache that gets full.
 
     Attributes:
         quantization: The configuration.
@@ -71,7 +79,8 @@ class QuantizedCache(Cache):
         self._check_scales(self.quantization.scales, attends)
         layers = list(likes)
         for index in attends:
-            layers[index] = _quantized_like(likes[index], quantization.layer(index), max_cache_len, lengths)
+            of_layer = quantization.layer(index)._replace(frequencies=rotary_frequencies(text_config, index))
+            layers[index] = _quantized_like(likes[index], of_layer, max_cache_len, lengths)
         super().__init__(layers=layers)
         if (head_dim := head_dim_of(text_config)) is not None:
             for fmt in {fmt for layer in self._layers for fmt in (layer.key_format, layer.value_format)}:

@@ -45,6 +45,8 @@ class LayerConfig(NamedTuple):
         key_centre, value_centre: ``[kv_heads, head_dim]`` float32; None where the first tokens give it.
         keep_first: First slots that are kept in bf16.
         keep_last: Newest slots that are kept in bf16.
+        frequencies: Radians per position by which rotary embedding turns pairs of K's channels, where that is known
+            (:func:`kvpass.architecture.rotary_frequencies`); a centre that the first tokens give depends on it.
     """
 
     key: KVFormat
@@ -55,6 +57,7 @@ class LayerConfig(NamedTuple):
     value_centre: torch.Tensor | None = None
     keep_first: int = 0
     keep_last: int = 0
+    frequencies: tuple[float, ...] = ()
 
     @property
     def keep(self) -> int:

@@ -1,11 +1,19 @@
 """What the first tokens of a prompt give where nobody else does: centres, and tensor scales.
 
-A centre is the mean of the first tokens, taken before they are stored and fixed from then on; any vector would be
-exact, a mean makes what is stored small. So it is with the tensor scale of a format whose block scales it moves into
-their range (nvfp4, int8): the largest magnitude of the first tokens gives it.
+A centre is fixed from the first tokens on; any vector would be exact, one near to what is stored makes what is left
+small. It is the mean of the first tokens, but for K that rotary embedding turns by its position. A pair of channels
+that turns once in 20,000 tokens stands still in the first 256, and its mean there points the wrong way 10,000 tokens
+later: it would double what it was to take away. What such a pair has in common at all positions is found by turning
+the first tokens back, and its centre is the mean of that over all the positions that the cache has room for: of a slow
+pair the mean itself, of a fast one nothing.
+
+So it is with the tensor scale of a format whose block scales it moves into their range (nvfp4, int8): the largest
+magnitude of the first tokens gives it.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -22,6 +30,7 @@ def learn(
     value: KVBuffers,
     key_states: Tensor,
     value_states: Tensor,
+    positions: int,
     is_written: Tensor | None = None,
 ) -> None:
     """Set the centres and tensor scales that nobody gave from the first :data:`FIRST_TOKENS` tokens, in place.
@@ -29,29 +38,79 @@ def learn(
     Args:
         config: What was given.
         key, value: The buffers.
-        key_states, value_states: ``[batch, kv_heads, length, head_dim]``.
+        key_states, value_states: ``[batch, kv_heads, length, head_dim]``, from position 0.
+        positions: How many there can be.
         is_written: ``[at most FIRST_TOKENS]`` boolean, whether the first slots hold tokens, and not zeros; None where
             all do.
     """
     weight = None if is_written is None else is_written[:, None].float()
-    for buffers, fmt, x, scale, centre in (
-        (key, config.key, key_states, config.key_scale, config.key_centre),
-        (value, config.value, value_states, config.value_scale, config.value_centre),
+    for buffers, fmt, x, scale, centre, frequencies in (
+        (key, config.key, key_states, config.key_scale, config.key_centre, config.frequencies),
+        (value, config.value, value_states, config.value_scale, config.value_centre, ()),
     ):
         x = x[:, :, :FIRST_TOKENS]
         if buffers.centre is not None and centre is None:
-            buffers.centre.copy_(centre_of(x.float(), weight))
+            buffers.centre.copy_(centre_of(x.float(), weight, frequencies, positions))
         if buffers.scale is not None and fmt.learns_scale and scale is None:
             buffers.scale.copy_(scale_of(x, CODECS[fmt.codec].max, buffers.centre, weight))
 
 
-def centre_of(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """``[kv_heads, head_dim]``: the mean of ``x`` (``[batch, kv_heads, length, head_dim]`` float32) over rows and
-    tokens, 0 where that is not finite. ``weight`` (``[length, 1]``) is 1 for a token and 0 for a slot of zeros."""
+def centre_of(
+    x: Tensor, weight: Tensor | None = None, frequencies: tuple[float, ...] = (), positions: int = FIRST_TOKENS
+) -> Tensor:
+    """``[kv_heads, head_dim]``: the centre of tokens of which ``x`` (``[batch, kv_heads, length, head_dim]`` float32)
+    are the first, 0 where that is not finite. ``weight`` (``[length, 1]``) is 1 for a token and 0 for a slot of zeros.
+
+    Without ``frequencies`` it is the mean of ``x`` over rows and tokens. With them (radians per position by which
+    rotary embedding turns the first ``2 * len(frequencies)`` channels) it is what is to be expected of the mean over
+    ``positions``. Which channels are turned together is not asked but seen: the right pairs, turned back, have the
+    largest mean. Where no pairs have a larger one than the channels as they are, nothing is turned: there are layers
+    without rotary embedding in models that have it.
+    """
+    turned = 2 * len(frequencies) if 2 * len(frequencies) <= x.shape[-1] else 0
     mean = x.mean((0, 2))
+    if turned:
+        turns = _turns if torch.compiler.is_compiling() else _remembered_turns  # Dynamo warns of a cache
+        factors, partners = turns(frequencies, positions, x.device)
+        factors = factors[..., : x.shape[2], :]
+        alone, crossed = torch.einsum("bknd,twcnd->twckd", x[..., :turned], factors) / (x.shape[0] * x.shape[2])
+        found = (alone + crossed.gather(-1, partners.expand_as(crossed))).nan_to_num(0.0, 0.0, 0.0)
+        best = found[0].square().sum((1, 2)).argmax(0, keepdim=True)
+        mean = torch.cat([found[1].index_select(0, best)[0], mean[:, turned:]], -1)
     if weight is not None:
         mean = mean / weight.mean().clamp(min=1 / FIRST_TOKENS)
     return mean.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What turns the first tokens to where their mean is wanted, as two sums that are added.
+
+    Returns:
+        Factors ``[2, 2, 3, FIRST_TOKENS, channels]`` float32: of a channel's own sum, and of what it adds to its
+        partner; for tokens turned back, and for tokens turned on to the mean over ``positions``; for channels that are
+        not turned, those of the two halves as pairs, and neighbours as pairs. And the partners, ``[3, 1, channels]``
+        int64.
+    """
+    with torch.inference_mode(False):
+        frequency = torch.tensor(frequencies, dtype=torch.float64)
+        half = frequency / 2
+        # The mean of exp(i * frequency * p) over all positions p: how long that is, and where it points.
+        long = torch.where(half == 0, 1.0, (positions * half).sin() / (positions * half.sin()))
+        ahead = (positions - 1) * half
+        back = torch.arange(FIRST_TOKENS, dtype=torch.float64)[:, None] * frequency
+        own = torch.stack([back.cos(), long * (ahead - back).cos()])  # [2, FIRST_TOKENS, pairs]
+        other = torch.stack([-back.sin(), long * (ahead - back).sin()])
+        halves, neighbours = torch.cat([own, own], -1), own.repeat_interleave(2, -1)
+        alone = torch.stack([torch.ones_like(halves), halves, neighbours], 1)
+        # The first of a pair adds to the second, the second takes away from the first.
+        halves, neighbours = torch.cat([other, -other], -1), torch.stack([other, -other], -1).flatten(-2)
+        crossed = torch.stack([torch.zeros_like(halves), halves, neighbours], 1)
+        channels = torch.arange(2 * len(frequencies))
+        partners = torch.stack([channels, channels.roll(len(frequencies)), channels ^ 1])[:, None]
+        return torch.stack([alone, crossed]).float().to(device), partners.to(device)
+
+
+_remembered_turns = functools.lru_cache(maxsize=8)(_turns)
 
 
 def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | None = None) -> Tensor:

@@ -63,8 +63,9 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     """Move K and V (``[batch, kv_heads, max_len, head_dim]``, each alone in its storage) into quantized storage.
 
     Both become :class:`ReleasedBuffer`; where they already are, nothing happens. Centres and tensor scales that are not
-    given are taken from the first tokens that are there (:func:`kvpass.first_tokens.learn`). The newest tokens, where
-    some are kept in bf16, are taken to end with the last slot that is not zero.
+    given are taken from the first tokens that are there (:func:`kvpass.first_tokens.learn`): a mean, since nothing
+    here tells of the model's rotary embedding. The newest tokens, where some are kept in bf16, are taken to end with
+    the last slot that is not zero.
 
     Raises:
         ValueError: The cache was quantized in other formats before.
@@ -83,7 +84,7 @@ def quantize_pair(key: Tensor, value: Tensor, config: LayerConfig) -> None:
     new = config.allocate_like(key, value)
     first = key[:, :, :FIRST_TOKENS]
     is_written = (first != 0).transpose(0, 2).flatten(1).any(1)  # transformers makes its buffers of zeros
-    learn(config, *new, first, value, is_written)
+    learn(config, *new, first, value, key.shape[2], is_written)
     settings = config.key.name, config.value.name, config.keep_first
     ops.store(key, value, slots, *new[0], *new[1], *settings)
     if config.keep_last and any(buffers.kept is not None for buffers in new):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpass.accuracy.results import LayerError
-from kvpass.accuracy.storage import stored
+from kvpass.accuracy.storage import layer_config, stored
 from kvpass.config import KVQuantConfig
 from kvpass.windows import WindowLayer, cache_argument
 
@@ -34,7 +34,8 @@ class LayerErrors:
 
     def __init__(self, model: nn.Module, configs: Sequence[KVQuantConfig], layers: int) -> None:
         self.model, self.layers = model, layers
-        self.configs = [[config.layer(index) for index in range(layers)] for config in configs]
+        model_config: Any = model.config
+        self.configs = [[layer_config(model_config, config, i) for i in range(layers)] for config in configs]
         self.attentions = [
             module
             for module in model.modules()

@@ -5,12 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvpass.architecture import rotary_frequencies
 from kvpass.cache import QuantizedCache
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
 from kvpass.layers import QuantizedLayer
 
 PREFILL = 256  # tokens of the prefill from which a format takes what it takes from a first prefill
 BITS_AT = 2048  # tokens at which bits per value are counted
+
+
+def layer_config(model_config: PreTrainedConfig, config: KVQuantConfig, index: int) -> LayerConfig:
+    """How a cache of the model stores layer ``index``, of full attention, as ``config`` says."""
+    frequencies = rotary_frequencies(model_config.get_text_config(decoder=True), index)
+    return config.layer(index)._replace(frequencies=frequencies)
 
 
 def stored(config: LayerConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

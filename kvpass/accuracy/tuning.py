@@ -25,12 +25,12 @@ from transformers.cache_utils import Cache
 from kvpass.accuracy.results import Evaluation, plain
 from kvpass.accuracy.selection import Option, Point, choose, frontier, uniform
 from kvpass.accuracy.statistics import compare
-from kvpass.accuracy.storage import BITS_AT, bits_per_value, kept_fields, stored
+from kvpass.accuracy.storage import BITS_AT, bits_per_value, kept_fields, layer_config, stored
 from kvpass.accuracy.teacher_forced import check_window, evaluate
 from kvpass.bench.record import table
 from kvpass.cache import QuantizedCache
 from kvpass.calibrate import fingerprint
-from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
+from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.formats import get_format
 from kvpass.scale_files import write_whole
 from kvpass.windows import Data, WindowLayer, cache_argument, token_batches
@@ -305,7 +305,7 @@ class _Sensitivity:
         """Logits for all tokens but the last, with one side of one layer in a format; exact where ``layer`` is -1."""
         layers: list[Any] = [WindowLayer(lambda key, value: (key, value)) for _ in range(self.layers)]
         if layer >= 0:
-            config: LayerConfig = self._config(layer, side, name).layer(layer)
+            config = layer_config(self.model_config, self._config(layer, side, name), layer)
 
             def read(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
                 both = stored(config, key, value)
