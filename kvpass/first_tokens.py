@@ -4,8 +4,8 @@ A centre is fixed from the first tokens on; any vector would be exact, one near 
 small. It is the mean of the first tokens, but for K that rotary embedding turns by its position. A pair of channels
 that turns once in 20,000 tokens stands still in the first 256, and its mean there points the wrong way 10,000 tokens
 later: it would double what it was to take away. What such a pair has in common at all positions is found by turning
-the first tokens back, and its centre is the mean of that over all the positions that the cache has room for: of a slow
-pair the mean itself, of a fast one nothing.
+the first tokens back, and its centre is the mean of that over the positions that the cache has room for (of a slow
+pair the mean itself, of a fast one nothing), the octaves of which weigh alike: a cache may end up nearly empty.
 
 So it is with the tensor scale of a format whose block scales it moves into their range (nvfp4, int8): the largest
 magnitude of the first tokens gives it.
@@ -14,6 +14,7 @@ magnitude of the first tokens gives it.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -63,15 +64,14 @@ def centre_of(
 
     Without ``frequencies`` it is the mean of ``x`` over rows and tokens. With them (radians per position by which
     rotary embedding turns the first ``2 * len(frequencies)`` channels) it is what is to be expected of the mean over
-    ``positions``. Which channels are turned together is not asked but seen: the right pairs, turned back, have the
-    largest mean. Where no pairs have a larger one than the channels as they are, nothing is turned: there are layers
-    without rotary embedding in models that have it.
+    ``positions``, weighed as :func:`_mean_turn` says. Which channels are turned together is not asked but seen: the
+    right pairs, turned back, have the largest mean. Where no pairs have a larger one than the channels as they are,
+    nothing is turned: there are layers without rotary embedding in models that have it.
     """
     turned = 2 * len(frequencies) if 2 * len(frequencies) <= x.shape[-1] else 0
     mean = x.mean((0, 2))
     if turned:
-        turns = _turns if torch.compiler.is_compiling() else _remembered_turns  # Dynamo warns of a cache
-        factors, partners = turns(frequencies, positions, x.device)
+        factors, partners = _constant_turns(frequencies, positions, x.device)
         factors = factors[..., : x.shape[2], :]
         alone, crossed = torch.einsum("bknd,twcnd->twckd", x[..., :turned], factors) / (x.shape[0] * x.shape[2])
         found = (alone + crossed.gather(-1, partners.expand_as(crossed))).nan_to_num(0.0, 0.0, 0.0)
@@ -82,6 +82,24 @@ def centre_of(
     return mean.nan_to_num(0.0, 0.0, 0.0)
 
 
+def _mean_turn(frequency: Tensor, positions: int) -> Tensor:
+    """The mean of ``exp(i * frequency * p)`` over the positions ``p`` below ``positions``, complex128.
+
+    Each weighs ``1 / p`` but for the first :data:`FIRST_TOKENS`, which weigh like the last of them. In steps of a
+    quarter the weights are taken to be alike, so that the sums have a closed form.
+    """
+    total, weights, begin, end = torch.zeros_like(frequency, dtype=torch.complex128), 0.0, 0, FIRST_TOKENS
+    while begin < positions:
+        end = min(end, positions)
+        length, weight = end - begin, math.log(end / begin) if begin else end / FIRST_TOKENS
+        half = frequency / 2
+        long = torch.where(half == 0, 1.0, (length * half).sin() / (length * half.sin()))
+        total += weight * torch.polar(torch.ones_like(half), (begin + end - 1) * half) * long
+        weights, begin, end = weights + weight, end, end + end // 4
+    return total / weights
+
+
+@functools.lru_cache(maxsize=8)
 def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """What turns the first tokens to where their mean is wanted, as two sums that are added.
 
@@ -93,13 +111,10 @@ def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device)
     """
     with torch.inference_mode(False):
         frequency = torch.tensor(frequencies, dtype=torch.float64)
-        half = frequency / 2
-        # The mean of exp(i * frequency * p) over all positions p: how long that is, and where it points.
-        long = torch.where(half == 0, 1.0, (positions * half).sin() / (positions * half.sin()))
-        ahead = (positions - 1) * half
-        back = torch.arange(FIRST_TOKENS, dtype=torch.float64)[:, None] * frequency
-        own = torch.stack([back.cos(), long * (ahead - back).cos()])  # [2, FIRST_TOKENS, pairs]
-        other = torch.stack([-back.sin(), long * (ahead - back).sin()])
+        angle = -torch.arange(FIRST_TOKENS, dtype=torch.float64)[:, None] * frequency
+        back = torch.polar(torch.ones_like(angle), angle)
+        turn = torch.view_as_real(torch.stack([back, back * _mean_turn(frequency, positions)]))
+        own, other = turn.unbind(-1)  # [2, FIRST_TOKENS, pairs]
         halves, neighbours = torch.cat([own, own], -1), own.repeat_interleave(2, -1)
         alone = torch.stack([torch.ones_like(halves), halves, neighbours], 1)
         # The first of a pair adds to the second, the second takes away from the first.
@@ -110,7 +125,10 @@ def _turns(frequencies: tuple[float, ...], positions: int, device: torch.device)
         return torch.stack([alone, crossed]).float().to(device), partners.to(device)
 
 
-_remembered_turns = functools.lru_cache(maxsize=8)(_turns)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_turns(frequencies: tuple[float, ...], positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same as constants of a graph that is compiled: worked out there, on the CPU, no CUDA graph would hold it."""
+    return _turns(frequencies, positions, device)
 
 
 def scale_of(x: Tensor, code: float = 6.0, centre: Tensor | None = None, weight: Tensor | None = None) -> Tensor:

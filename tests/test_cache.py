@@ -417,7 +417,8 @@ class TestCentres:
 
     @pytest.mark.parametrize("pairs", ["(two pairs)", "(pairs two)"])
     def test_of_keys_turned_by_their_position_is_their_mean_over_all_positions(self, pairs):
-        """Of either order of pairs, and whatever the rows and the channels that are not turned."""
+        """Of either order of pairs, and whatever the rows and the channels that are not turned; a position p weighs
+        1 / p, the first 256 as the last of them."""
         frequencies = tuple(1e5 ** (-channel / 48) for channel in range(0, 48, 2))
         angle = torch.arange(8192)[:, None] * torch.tensor(frequencies)
         first, second = 3 * torch.randn(2, 2, 1, 24)
@@ -425,9 +426,11 @@ class TestCentres:
         x = torch.cat([rearrange(turned, f"two kv length pairs -> kv length {pairs}"), torch.ones(2, 8192, 16)], -1)
         rows = torch.stack([0.5 * x, 1.5 * x]) + 0.1 * torch.randn(2, 2, 8192, 64)
         centre = centre_of(rows[:, :, :256], None, frequencies, 8192)
-        torch.testing.assert_close(centre, rows.mean((0, 2)), atol=0.05, rtol=0)
-        left = [(rows - c[:, None]).square().mean() for c in (centre, rows[:, :, :256].mean((0, 2)))]
-        assert left[0] < 0.9 * left[1]
+        weight = 1 / torch.arange(8192).clamp(min=256)[:, None]
+        torch.testing.assert_close(centre, (rows * weight).sum((0, 2)) / (2 * weight.sum()), atol=0.1, rtol=0)
+        late = rows[:, :, 4096:]
+        left = [(late - c[:, None]).square().mean() for c in (centre, rows[:, :, :256].mean((0, 2)))]
+        assert left[0] < 0.8 * left[1]
 
     def test_of_keys_that_nothing_turns_is_their_mean(self):
         x, frequencies = torch.randn(2, 2, 300, 64) + 2 * torch.randn(2, 1, 64), tuple(2.0**-i for i in range(32))
@@ -667,7 +670,7 @@ def qwen_with_large_biases(level):
 
 def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
     """As in Qwen2.5, whose k_proj biases reach into the hundreds."""
-    ids = torch.randint(0, 512, (2, 80), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, 512, (8, 80), generator=torch.Generator().manual_seed(3))
 
     def error(level, config):
         model = qwen_with_large_biases(level)
@@ -682,7 +685,7 @@ def test_every_preset_takes_outliers_in_keys_without_calibration(capsys):
     for preset in PRESETS:
         usual, large = error(0, preset), error(150, preset)
         shown.append(f"{preset} {usual:.2f}, {large:.2f}")
-        assert large < 1.2 * usual and large < broken[150] / 2.5
+        assert large < 1.1 * usual and large < broken[150] / 2.5
     assert broken[150] > 4 * broken[0]
     with capsys.disabled():
         print(f"\nrelative logit error without, and with biases of 150 in K: {'; '.join(shown)}")
