@@ -5,7 +5,7 @@ small. It is the mean of the first tokens, but for K that rotary embedding turns
 that turns once in 20,000 tokens stands still in the first 256, and its mean there points the wrong way 10,000 tokens
 later: it would double what it was to take away. What such a pair has in common at all positions is found by turning
 the first tokens back, and its centre is the mean of that over the positions that the cache has room for (of a slow
-pair the mean itself, of a fast one nothing), the octaves of which weigh alike: a cache may end up nearly empty.
+pair the mean itself, of a fast one nothing). Earlier ones weigh more: a cache need not get full.
 
 So it is with the tensor scale of a format whose block scales it moves into their range (nvfp4, int8): the largest
 magnitude of the first tokens gives it.
@@ -14,7 +14,6 @@ magnitude of the first tokens gives it.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -85,13 +84,13 @@ def centre_of(
 def _mean_turn(frequency: Tensor, positions: int) -> Tensor:
     """The mean of ``exp(i * frequency * p)`` over the positions ``p`` below ``positions``, complex128.
 
-    Each weighs ``1 / p`` but for the first :data:`FIRST_TOKENS`, which weigh like the last of them. In steps of a
+    Each weighs ``p ** -0.5`` but for the first :data:`FIRST_TOKENS`, which weigh like the last of them. In steps of a
     quarter the weights are taken to be alike, so that the sums have a closed form.
     """
     total, weights, begin, end = torch.zeros_like(frequency, dtype=torch.complex128), 0.0, 0, FIRST_TOKENS
     while begin < positions:
         end = min(end, positions)
-        length, weight = end - begin, math.log(end / begin) if begin else end / FIRST_TOKENS
+        length, weight = end - begin, 2 * (end**0.5 - begin**0.5) if begin else end**0.5
         half = frequency / 2
         long = torch.where(half == 0, 1.0, (length * half).sin() / (length * half.sin()))
         total += weight * torch.polar(torch.ones_like(half), (begin + end - 1) * half) * long

@@ -418,7 +418,7 @@ class TestCentres:
     @pytest.mark.parametrize("pairs", ["(two pairs)", "(pairs two)"])
     def test_of_keys_turned_by_their_position_is_their_mean_over_all_positions(self, pairs):
         """Of either order of pairs, and whatever the rows and the channels that are not turned; a position p weighs
-        1 / p, the first 256 as the last of them."""
+        p ** -0.5, the first 256 as the last of them."""
         frequencies = tuple(1e5 ** (-channel / 48) for channel in range(0, 48, 2))
         angle = torch.arange(8192)[:, None] * torch.tensor(frequencies)
         first, second = 3 * torch.randn(2, 2, 1, 24)
@@ -426,7 +426,7 @@ class TestCentres:
         x = torch.cat([rearrange(turned, f"two kv length pairs -> kv length {pairs}"), torch.ones(2, 8192, 16)], -1)
         rows = torch.stack([0.5 * x, 1.5 * x]) + 0.1 * torch.randn(2, 2, 8192, 64)
         centre = centre_of(rows[:, :, :256], None, frequencies, 8192)
-        weight = 1 / torch.arange(8192).clamp(min=256)[:, None]
+        weight = torch.arange(8192).clamp(min=256)[:, None] ** -0.5
         torch.testing.assert_close(centre, (rows * weight).sum((0, 2)) / (2 * weight.sum()), atol=0.1, rtol=0)
         late = rows[:, :, 4096:]
         left = [(late - c[:, None]).square().mean() for c in (centre, rows[:, :, :256].mean((0, 2)))]
