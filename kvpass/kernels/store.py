@@ -47,21 +47,6 @@ def _slots(positions, token, is_row, max_len):
 
 
 @triton.jit
-def _divide(x, factor, ONE_FACTOR: tl.constexpr):
-    """Rows of ``x`` by their ``factor``, rounded once. One for all that is a power of two, as the default is, is
-    inverted: to multiply is as exact, and a division is most of what encoding costs."""
-    if ONE_FACTOR:
-        bits = factor.to(tl.int32, bitcast=True)
-        if (bits & 0x7FFFFF) == 0 and 0 < bits and bits < 0x7F000000:
-            x *= (0x7F000000 - bits).to(tl.float32, bitcast=True)
-        else:
-            x = tl.math.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * factor)
-    else:
-        x = tl.math.div_rn(x, tl.broadcast_to(factor[:, None], x.shape))
-    return x
-
-
-@triton.jit
 def _store_rows(
     batch,
     x,
@@ -180,7 +165,8 @@ def _store_rows(
         tl.store(block_scale + (tile * 32 + scale_slot(slot)), row_bits, mask=is_inside)
     else:
         if scale is not None:
-            value = _divide(value, tl.load(scale + head), ONE_HEAD)
+            factor = tl.full([GROUPS], 1.0, tl.float32) * tl.load(scale + head)
+            value = tl.math.div_rn(value, tl.broadcast_to(factor[:, None], value.shape))
         tl.store(out[:, None] + value_column, encode_float8(value, CODEC), mask=is_value)
 
 
