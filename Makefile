@@ -15,7 +15,7 @@ format:  ## What check asks for, where it can be done by machine
 	ruff format
 
 test:  ## Everything that runs without a GPU; one thread each, or two processes would wait for each other's
-	OMP_NUM_THREADS=1 pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
 
 test-gpu:  ## What needs a CUDA GPU; most of its time, kernels are compiled on the host
 	OMP_NUM_THREADS=1 pytest -m gpu -n 8 --dist loadgroup $(ARGS)

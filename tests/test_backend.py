@@ -107,6 +107,7 @@ class TestStaticCache:
         for report in reports_for(list(model.parameters())):
             assert report.count("fused") == 2
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_default_format(self, tiny_llama, ids):
         model = tiny_llama()
         cache = StaticCache(config=model.config, max_cache_len=32)
@@ -132,6 +133,7 @@ class TestStaticCache:
         assert not torch.equal(eager, first)  # this prefill attended to quantized K and V
         assert graphs() == 2
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_what_is_refused_afterwards(self, tiny_llama, ids):
         model = tiny_llama()
         cache = StaticCache(config=model.config, max_cache_len=32)
@@ -150,6 +152,7 @@ class TestStaticCache:
         with pytest.raises(ValueError, match="stored as nvfp4, and fp8_e4m3 is asked for"):
             run(torch.compile(model, backend="kvquant"), cache, ids[:, :3], start=1)
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     @pytest.mark.parametrize("keep", [(2, 4), (4, 2), (0, 0)])
     def test_kept_otherwise_than_before(self, tiny_llama, ids, keep):
         model = tiny_llama()
@@ -160,6 +163,7 @@ class TestStaticCache:
         with pytest.raises(ValueError, match=match):
             run(torch.compile(model, backend="kvquant", options=then), cache, ids[:, :3], start=1)
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_views_taken_before_the_release_stay_valid(self, tiny_llama, ids):
         model = tiny_llama()
         cache = StaticCache(config=model.config, max_cache_len=32)
@@ -171,6 +175,7 @@ class TestStaticCache:
         assert isinstance(cache.layers[0].keys, ReleasedBuffer)
         assert all(map(torch.equal, views, before))
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_prefill_compiled_in_an_uninitialized_cache_under_strict(self, tiny_llama, ids):
         model = tiny_llama()
         run(self.step(model, strict=True), StaticCache(config=model.config, max_cache_len=32), ids)
@@ -217,6 +222,7 @@ class TestOptions:
             run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
         assert "NotFusedError" in repr(caught.value) or isinstance(caught.value, NotFusedError)
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_not_strict_warns_and_is_right(self, tiny_llama, ids):
         model = tiny_llama(attn_implementation="eager", output_attentions=True)
         expected = run(model, QuantizedCache(model.config, max_cache_len=32), ids[:, :11])
@@ -238,6 +244,7 @@ class TestOptions:
         with pytest.warns(NothingToFuseWarning, match="holds no attention"):
             torch.compile(torch.relu, backend="kvquant")(torch.ones(3))
 
+    @pytest.mark.usefixtures("no_code_is_generated")
     def test_a_fused_graph_warns_of_nothing(self, tiny_llama, ids):
         model = tiny_llama()
         cache = QuantizedCache(model.config, max_cache_len=32)

@@ -31,7 +31,14 @@ def model_and_prompt(loaded, device):
     kvpass.disable(model)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.fixture(params=FORMATS)
+def name(request):
+    """A format, on a CPU with Inductor if its buffers are the first of their kind: the others' graph is the same."""
+    if request.param not in ("fp8_e4m3", "nvfp4"):
+        request.getfixturevalue("no_code_is_generated")
+    return request.param
+
+
 def test_generate(model_and_prompt, name):
     model, prompt = model_and_prompt
     kvpass.enable(model, name)
@@ -42,7 +49,7 @@ def test_generate(model_and_prompt, name):
         return lambda **arguments: calls.append((compiled, arguments)) or compiled(**arguments)
 
     model.get_compiled_call = recorded
-    settings = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :].tolist()
 
     report = kvpass.report(model)

@@ -264,7 +264,7 @@ def small(monkeypatch):
     from kvpass.bench.shapes import AttentionShape
 
     if not torch.cuda.is_available():
-        monkeypatch.setitem(configurations.SMALL_SHAPES, "decode", AttentionShape(1, 2, 2, 64, 90, slots=100))
+        monkeypatch.setitem(configurations.SMALL_SHAPES, "decode", AttentionShape(1, 1, 2, 64, 90, slots=100))
         monkeypatch.setitem(configurations.SMALL_SHAPES, "chunk", AttentionShape(1, 1, 4, 64, 90, query=9, slots=100))
     for kind in ("decode", "chunk"):
         monkeypatch.setitem(configurations.SHAPES, kind, configurations.SMALL_SHAPES[kind])
