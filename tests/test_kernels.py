@@ -268,12 +268,16 @@ def test_store_of_further_derived_formats(name):
 
 
 def test_store_chooses_the_scale_of_blocks_in_every_binade():
-    magnitudes = torch.exp2(torch.linspace(-20, 14, 64))
-    # A block of int8 is a whole token; a token has several blocks of the others, which are slow to search.
-    for name, blocks in (("nvfp4+sweep", 4), ("nvfp4+4over6", 4), ("fp4_mx_block16+sweep", 4), ("int8", 1)):
-        scale = magnitudes.view(1, 1, -1, blocks, 1)
-        key, value = ((scale * torch.randn(*scale.shape[:4], 16)).flatten(-2) for _ in range(2))
-        check_store(key, value, torch.arange(key.shape[2]), name, name, 64)
+    # A token of int8 has one scale, one of the others four, and K and V are blocks of their own.
+    for name, tokens, blocks in (
+        ("nvfp4+sweep", 32, 4),
+        ("nvfp4+4over6", 32, 4),
+        ("fp4_mx_block16+sweep", 32, 4),
+        ("int8", 64, 1),
+    ):
+        magnitudes = torch.exp2(torch.linspace(-20, 14, tokens * blocks)).view(1, 1, tokens, blocks, 1)
+        key, value = ((magnitudes * torch.randn(1, 1, tokens, blocks, 16)).flatten(-2) for _ in range(2))
+        check_store(key, value, torch.arange(tokens), name, name, 64)
 
 
 def test_store_compares_with_the_product_as_it_is_not_as_it_is_rounded():
