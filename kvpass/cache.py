@@ -36,7 +36,7 @@ class QuantizedCache(Cache):
             of linear attention, Mamba and convolutions are kept as transformers keeps them.
         format: A format's name, a dictionary, or a :class:`kvpass.KVQuantConfig`.
         max_cache_len: Slots per sequence: the longest prompt plus everything generated after it. A centre of K that the
-            first tokens give is the best one for a cache that gets full.
+            first tokens give depends on it (:mod:`kvpass.first_tokens`).
 
     Attributes:
         quantization: The configuration.

@@ -222,7 +222,6 @@ class TestOptions:
             run(step, QuantizedCache(model.config, max_cache_len=32), ids[:, :10], prefill=model)
         assert "NotFusedError" in repr(caught.value) or isinstance(caught.value, NotFusedError)
 
-    @pytest.mark.usefixtures("no_code_is_generated")
     def test_not_strict_warns_and_is_right(self, tiny_llama, ids):
         model = tiny_llama(attn_implementation="eager", output_attentions=True)
         expected = run(model, QuantizedCache(model.config, max_cache_len=32), ids[:, :11])

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvpass import hf
+from kvpass.architecture import head_dim_of
 from kvpass.bench.models import load_model
 from kvpass.bench.plan import Plan
 from kvpass.bench.record import Output, Row, environment, reasons, summary_of, table, version
@@ -161,9 +162,10 @@ def run(options: Options, output: Output) -> int:
 def repeated_bytes(config: PreTrainedConfig, options: Options) -> int:
     """Bytes for each sequence of one layer's K and V, repeated for all query heads, as transformers' attention does."""
     text = config.get_text_config(decoder=True)
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 0 if heads == kv_heads else 2 * heads * head_dim * options.context * DTYPES[options.dtype].itemsize
+    heads, kv_heads = int(text.num_attention_heads), getattr(text, "num_key_value_heads", None)
+    if kv_heads in (None, heads):
+        return 0
+    return 2 * heads * (head_dim_of(text) or 0) * options.context * DTYPES[options.dtype].itemsize
 
 
 def _attempt(model: PreTrainedModel, name: str, options: Options, batch: int) -> Attempt:
