@@ -588,6 +588,21 @@ def test_attention_of_a_causal_chunk(query_len_and_length, name):
     check_attention(name, query_len=query_len, length=length, is_causal=True, group=3)
 
 
+PAIRED = ("fp8_e4m3", "nvfp4", "fp4_mx_block16", "mxfp4", "int8", "bf16")
+
+
+@pytest.mark.parametrize("keep", [0, 12])
+@pytest.mark.parametrize("head_dim", [64, *wide(32, 128)])
+@pytest.mark.parametrize(
+    "key_format, value_format",
+    [("fp8_e4m3", "nvfp4"), *wide(*(p for p in itertools.product(PAIRED, PAIRED) if p != ("fp8_e4m3", "nvfp4")))],
+)
+def test_attention_of_a_chunk_in_every_pair_of_formats(key_format, value_format, head_dim, keep):
+    # Sizes that a CPU is quick enough for; on a GPU several rounds of the loop, in programs that share an SM.
+    size = {"query_len": 18, "length": 70} if DEVICE == "cpu" else {"query_len": 40, "length": 997, "batch": 8}
+    check_attention(key_format, value_format, head_dim=head_dim, is_causal=True, keep=keep, **size)
+
+
 def masks(batch: int, heads: int, query_len: int, slots: int) -> dict[str, torch.Tensor]:
     """Masks of every kind for a test, by name."""
     full = torch.rand(batch, heads, query_len, slots) > 0.4
@@ -992,7 +1007,8 @@ class TestOnGpu:
 def test_kernels_compile_for_a_gpu():
     import compile_only
 
-    names, waiting = compile_only.run(compile_only.__file__)
+    names, waiting, undefined = compile_only.run(compile_only.__file__)
     kernels = ["_dequantize_kernel", "_rotate_kernel", "_store_kernel", "attention_kernel", "reduce_kernel"]
     assert names == [*kernels, "survey_kernel"]
     assert waiting == ["_rotate_kernel", "_store_kernel"]
+    assert not undefined, "ptxas left a register undefined"
