@@ -494,11 +494,31 @@ def test_refuses_what_is_not_a_hopper_gpu():
 
 
 @pytest.mark.parametrize(
-    ("heads", "max_len", "splits"), [(256, 8192, 8), (8, 131072, 256), (1, 32, 1), (4000, 8192, 1)]
+    ("name", "heads", "max_len", "splits"),
+    [
+        ("nvfp4", 256, 8192, 6),  # 11.6 programs a multiprocessor of the 12 that are wanted
+        ("nvfp4", 8, 131072, 198),
+        ("nvfp4", 400, 8192, 5),  # three would leave a scheduler of four idle
+        ("nvfp4", 800, 8192, 5),  # in two waves
+        ("fp8_e4m3", 256, 8192, 4),
+        ("fp8_e4m3", 8, 131072, 132),
+        ("fp8_e4m3", 8, 1024, 16),  # shares of two tiles
+        ("fp8_e4m3", 1, 32, 1),
+        ("fp8_e4m3", 4000, 8192, 1),
+    ],
 )
-def test_split_count(heads, max_len, splits):
-    chosen = hopper_decode.split_count(heads, max_len, 132 * 16)
-    assert abs(chosen - splits) <= splits // 10
+def test_split_count(name, heads, max_len, splits):
+    fmt = get_format(name)
+    assert hopper_decode.split_count(heads, max_len, hopper_decode.programs(128, fmt, fmt, 128, 132)) == splits
+
+
+def test_splits_never_leave_most_of_a_device_idle():
+    fmts = [get_format(name) for name in ("fp8_e4m3", "nvfp4")]
+    for on_device in (hopper_decode.programs(128, fmt, fmt, 128, 132) for fmt in fmts):
+        for heads in range(1, 3000):
+            splits = hopper_decode.split_count(heads, 1 << 20, on_device)
+            waves = -(-heads * splits // on_device.resident)
+            assert splits >= 1 and (heads * splits >= 0.5 * on_device.wanted if waves == 1 else waves <= 4), heads
 
 
 COMPILED_SHAPES = [

@@ -51,7 +51,8 @@ somewhere inside it: programs that walked the cache in step, a power of two apar
 kernel adds the parts up, always in the same order.
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
-buffers did not help: what hides latency is programs, and 16 of them fit a multiprocessor.
+buffers did not help: what hides latency is programs. Up to 16 of them fit a multiprocessor, and 8 or 12 are fastest
+(:func:`programs`).
 
 Both kernels are launched while the one before them ends (programmatic dependent launch), and so are the store and the
 rotation, which in a model are what comes before the first. Each of these three waits for the one before it, and with it
@@ -66,6 +67,7 @@ launched before it has something to add up, weighs them meanwhile.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -104,38 +106,65 @@ def _factor_left(value: KVFormat) -> float:
     return UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0
 
 
-def _programs_at_once(head_dim: int, key: KVFormat, value: KVFormat, registers: int) -> int:
-    """Programs that a multiprocessor holds at the same time: registers and the two buffers of a program limit them."""
+class Programs(NamedTuple):
+    """How many programs a device is given.
+
+    Attributes:
+        resident: That run at the same time.
+        wanted: Of those, how many are fastest.
+        round: That share one of what runs out first: a multiple of it leaves none idle.
+    """
+
+    resident: int
+    wanted: int
+    round: int
+
+
+def programs(head_dim: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Programs:
+    """Programs of a device. Registers and the two buffers of a program limit how many a multiprocessor holds.
+
+    Memory bounds what reads fp8: it is slower the more programs are reading, 8 are enough, and multiprocessors should
+    have equally many. Instructions bound the others: each of four schedulers takes as long as it has programs, and
+    should have equally many. Three for each leave it nothing to wait for; four are better where a tile is short
+    (head_dim 64) or takes many instructions (e8m0 block scales).
+    """
     shared = 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
-    return min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
+    resident = min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
+    formats = (key, value)
+    if any(fmt.codec in ("e4m3", "e5m2") for fmt in formats):
+        wanted, balanced = 8, 1
+    else:
+        wanted, balanced = (16 if head_dim == 64 or any(fmt.block_scale == "e8m0" for fmt in formats) else 12), 4
+    return Programs(*(multiprocessors * n for n in (resident, min(wanted, resident), balanced)))
 
 
-def split_count(heads: int, max_len: int, resident: int) -> int:
+def split_count(heads: int, max_len: int, on_device: Programs) -> int:
     """Programs that share the slots of one KV head.
 
     Args:
         heads: Independent reductions: batch times KV heads times tiles of query rows.
         max_len: Slots of the cache.
-        resident: Programs that run at the same time on the device.
+        on_device: What :func:`programs` says.
 
     Returns:
-        As many as run at once, if they fill at least 80% of the device; else the smallest count whose last wave of
-        programs is at least 90% full, or the fullest within four waves. Never so many that a full cache gives a program
-        fewer than ``MIN_TILES_PER_SPLIT`` tiles.
+        The largest count that fills rounds to 90%: of those with as many programs as wanted, else of all that run at
+        once. Where there is none, the smallest whose last wave of such programs is 90% full, or the fullest within four
+        waves; and where a full cache would give a program fewer than ``MIN_TILES_PER_SPLIT`` tiles, what fills best.
     """
     most = max(1, min(MAX_SPLITS, -(-max_len // (TILE * MIN_TILES_PER_SPLIT))))
-    at_once = resident // heads
-    if at_once >= most or at_once * heads >= 0.8 * resident:
-        return min(at_once, most)
-    best, best_fill = 1, 0.0
-    for splits in range(1, min(most, max(1, 4 * resident // heads)) + 1):
-        waves = -(-heads * splits // resident)
-        fill = heads * splits / (waves * resident)
-        if fill > best_fill:
-            best, best_fill = splits, fill
-        if fill >= 0.9:
-            break
-    return best
+
+    def fill(splits: int, of: int) -> float:
+        return heads * splits / (-(-heads * splits // of) * of)
+
+    for room in (on_device.wanted, on_device.resident):
+        for splits in range(min(most, room // heads), 0, -1):
+            if fill(splits, on_device.round) >= 0.9:
+                return splits
+    if heads * most <= on_device.resident:
+        return max(range(most, 0, -1), key=lambda splits: fill(splits, on_device.round))
+    counts = range(1, min(most, max(1, 4 * on_device.resident // heads)) + 1)
+    full = (splits for splits in counts if fill(splits, on_device.resident) >= 0.9)
+    return next(full, max(counts, key=lambda splits: fill(splits, on_device.resident)))
 
 
 def supports(
@@ -295,8 +324,8 @@ def attention(
         mask_kind = mask_kind if mask.dtype == torch.bool else f"added {mask_kind}"
 
     multiprocessors = _device(query.device.index)[1]
-    resident = multiprocessors * _programs_at_once(head_dim, key, value, registers)
-    splits = split_count(batch * kv_heads * row_tiles, max_len, resident)
+    on_device = programs(head_dim, key, value, registers, multiprocessors)
+    splits = split_count(batch * kv_heads * row_tiles, max_len, on_device)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
     out = query.new_empty(batch, heads, query_length, head_dim) if out is None else out
