@@ -51,19 +51,6 @@ def _masked(
     return result
 
 
-@triton.jit
-def _whole(first, second, IS_PACKED: tl.constexpr):
-    """The tile of two half tiles, side by side: even values of head_dim, then odd ones; or the first one as it is.
-
-    One product, and not two of half the size: for two, the ptxas of triton 3.6 (12.8) has been seen to leave the
-    address of an operand in shared memory undefined.
-    """
-    if IS_PACKED:
-        return tl.join(first, second).permute(0, 2, 1).reshape(first.shape[0], 2 * first.shape[1])
-    else:
-        return first
-
-
 # What a tile of the mask does to its scores.
 _HIDES_ALL = tl.constexpr(0)
 _MIXED = tl.constexpr(1)
@@ -216,11 +203,17 @@ def attention_kernel(
     low = begin + split * share
     high = tl.minimum(low + share, end)
 
-    column = tl.arange(0, 2 * KEY_WIDTH if KEY_PACKED else KEY_WIDTH)[None, :]
-    if KEY_PACKED:  # as in `_whole`
-        column = column % KEY_WIDTH * 2 + column // KEY_WIDTH
+    column = tl.arange(0, KEY_WIDTH)[None, :]
     query_row = query + (batch * query_batch_stride + head * query_head_stride + token * query_token_stride)[:, None]
-    query_tile = to_float32(tl.load(query_row + column, mask=is_row[:, None] & (column < KEY_DIM), other=0.0))
+    if KEY_PACKED:
+        is_query = is_row[:, None] & (column < KEY_DIM // 2)
+        query_first = to_float32(tl.load(query_row + 2 * column, mask=is_query, other=0.0))
+        query_second = to_float32(tl.load(query_row + 2 * column + 1, mask=is_query, other=0.0))
+        amax = tl.maximum(tl.max(tl.abs(query_first), 1), tl.max(tl.abs(query_second), 1))
+    else:
+        query_first = to_float32(tl.load(query_row + column, mask=is_row[:, None] & (column < KEY_DIM), other=0.0))
+        query_second = query_first
+        amax = tl.max(tl.abs(query_first), 1)
 
     score_scale = softmax_scale * LOG2_E
     if key_scale is not None:
@@ -229,10 +222,12 @@ def attention_kernel(
     score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
     if KEY_DTYPE == tl.float16:
         # Rows are moved into fp16's range by powers of two: bf16 queries may be far outside.
-        down, up = _powers_below(tl.max(tl.abs(query_tile), 1))
-        query_tile *= down[:, None]
+        down, up = _powers_below(amax)
+        query_first *= down[:, None]
+        query_second *= down[:, None]
         score_scale *= up
-    query_tile = query_tile.to(KEY_DTYPE)
+    query_first = query_first.to(KEY_DTYPE)
+    query_second = query_second.to(KEY_DTYPE)
 
     KEY_ROW: tl.constexpr = KEY_DIM // 2 if KEY_PACKED else KEY_DIM
     VALUE_ROW: tl.constexpr = VALUE_DIM // 2 if VALUE_PACKED else VALUE_DIM
@@ -264,7 +259,9 @@ def attention_kernel(
     if score_offset is not None:
         offset_row = score_offset + (batch * kv_heads * GROUP + head) * length + token
         offset = tl.load(offset_row, mask=is_row, other=0.0) * LOG2_E
-    acc = tl.zeros([BLOCK_M, 2 * VALUE_WIDTH if VALUE_PACKED else VALUE_WIDTH], tl.float32)
+    acc_first = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
+    if VALUE_PACKED:
+        acc_second = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
 
     if key_kept is not None:
         kept_low, kept_high = kept_range(key_kept_slots, KEEP, KEEP_PADDED)
@@ -282,8 +279,9 @@ def attention_kernel(
                     key_first, key_second, key_kept + batch_head * (KEEP * KEY_DIM), key_kept_slots, key_scale, kv_head,
                     start, high, KEY_CODEC, KEY_DIM, KEEP, KEEP_PADDED, KEY_DTYPE,
                 )  # fmt: skip
-        key_tile = _whole(key_first, key_second, KEY_PACKED)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
+        if KEY_PACKED:
+            scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
         scores *= score_scale[:, None]
         if score_offset is not None:
             scores += offset[:, None]
@@ -323,13 +321,18 @@ def attention_kernel(
                     value_first, value_second, value_kept + batch_head * (KEEP * VALUE_DIM), value_kept_slots,
                     value_scale, kv_head, start, high, VALUE_CODEC, VALUE_DIM, KEEP, KEEP_PADDED, VALUE_DTYPE,
                 )  # fmt: skip
-        value_tile = _whole(value_first, value_second, VALUE_PACKED)
-        acc = tl.dot(probability.to(VALUE_DTYPE), value_tile, acc * rescale[:, None], input_precision=PRECISION)
+        probability = probability.to(VALUE_DTYPE)
+        acc_first = tl.dot(probability, value_first, acc_first * rescale[:, None], input_precision=PRECISION)
+        if VALUE_PACKED:
+            acc_second = tl.dot(probability, value_second, acc_second * rescale[:, None], input_precision=PRECISION)
 
-    result = acc * (1.0 / code_factor(VALUE_CODEC, VALUE_DTYPE))
     if VALUE_PACKED:
-        result = result.reshape(BLOCK_M, 2, VALUE_WIDTH).permute(0, 2, 1).reshape(BLOCK_M, 2 * VALUE_WIDTH)
-    value_column = tl.arange(0, result.shape[1])[None, :]
+        result = tl.interleave(acc_first, acc_second)
+        value_column = tl.arange(0, 2 * VALUE_WIDTH)[None, :]
+    else:
+        result = acc_first
+        value_column = tl.arange(0, VALUE_WIDTH)[None, :]
+    result *= 1.0 / code_factor(VALUE_CODEC, VALUE_DTYPE)
     if value_scale is not None:
         result *= tl.load(value_scale + kv_head)
     is_out = is_row[:, None] & (value_column < VALUE_DIM)
