@@ -515,10 +515,24 @@ def test_split_count(name, heads, max_len, splits):
 def test_splits_never_leave_most_of_a_device_idle():
     fmts = [get_format(name) for name in ("fp8_e4m3", "nvfp4")]
     for on_device in (hopper_decode.programs(128, fmt, fmt, 128, 132) for fmt in fmts):
+        resident, wanted = on_device.resident * 132, on_device.wanted * 132
         for heads in range(1, 3000):
             splits = hopper_decode.split_count(heads, 1 << 20, on_device)
-            waves = -(-heads * splits // on_device.resident)
-            assert splits >= 1 and (heads * splits >= 0.5 * on_device.wanted if waves == 1 else waves <= 4), heads
+            waves = -(-heads * splits // resident)
+            assert splits >= 1 and (heads * splits >= 0.5 * wanted if waves == 1 else waves <= 4), heads
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "int8", "fp4_mx_block16"])
+def test_no_multiprocessor_has_room_for_more_programs_than_are_wanted(name, head_dim):
+    fmt = get_format(name)
+    on_device, own = (
+        hopper_decode.programs(head_dim, fmt, fmt, 128, 132),
+        hopper_decode._program_bytes(head_dim, fmt, fmt),
+    )
+    reserved = [hopper_decode.reserved_kilobytes(own, on_device, 132 * n) for n in (on_device.wanted, 17)]
+    assert min(16, hopper_decode.SHARED_BYTES // (own + 1024 * reserved[0])) == on_device.wanted
+    assert reserved[1] == 0, "where there are more programs than are wanted, as many as fit"
 
 
 COMPILED_SHAPES = [

@@ -107,35 +107,50 @@ def _factor_left(value: KVFormat) -> float:
 
 
 class Programs(NamedTuple):
-    """How many programs a device is given.
+    """How many programs a multiprocessor is given, and how many there are of it.
 
     Attributes:
-        resident: That run at the same time.
+        resident: That it can run at the same time.
         wanted: Of those, how many are fastest.
-        round: That share one of what runs out first: a multiple of it leaves none idle.
+        balanced: A multiple of this leaves nothing idle.
+        multiprocessors: Of the device.
     """
 
     resident: int
     wanted: int
-    round: int
+    balanced: int
+    multiprocessors: int
 
 
 def programs(head_dim: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Programs:
-    """Programs of a device. Registers and the two buffers of a program limit how many a multiprocessor holds.
+    """What a device runs at the same time: registers and shared memory limit it.
 
     Memory bounds what reads fp8: it is slower the more programs are reading, 8 are enough, and multiprocessors should
     have equally many. Instructions bound the others: each of four schedulers takes as long as it has programs, and
     should have equally many. Three for each leave it nothing to wait for; four are better where a tile is short
     (head_dim 64) or takes many instructions (e8m0 block scales).
     """
-    shared = 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
-    resident = min(REGISTERS // (32 * registers), SHARED_BYTES // shared)
     formats = (key, value)
+    resident = min(REGISTERS // (32 * registers), SHARED_BYTES // _program_bytes(head_dim, key, value))
     if any(fmt.codec in ("e4m3", "e5m2") for fmt in formats):
         wanted, balanced = 8, 1
     else:
         wanted, balanced = (16 if head_dim == 64 or any(fmt.block_scale == "e8m0" for fmt in formats) else 12), 4
-    return Programs(*(multiprocessors * n for n in (resident, min(wanted, resident), balanced)))
+    return Programs(resident, min(wanted, resident), balanced, multiprocessors)
+
+
+def _program_bytes(head_dim: int, key: KVFormat, value: KVFormat) -> int:
+    """Shared memory of a program: its two buffers."""
+    return 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
+
+
+def reserved_kilobytes(program_bytes: int, on_device: Programs, count: int) -> int:
+    """How much shared memory each of ``count`` programs takes beyond what it needs, so that no multiprocessor runs more
+    than are wanted. Programs that are launched early go where the kernel before has ended, and it has not everywhere:
+    without this some multiprocessors would get twice as many as others."""
+    if count > on_device.wanted * on_device.multiprocessors:
+        return 0
+    return max(0, -(-(SHARED_BYTES // (on_device.wanted + 1) + 1 - program_bytes) // 1024))
 
 
 def split_count(heads: int, max_len: int, on_device: Programs) -> int:
@@ -152,19 +167,20 @@ def split_count(heads: int, max_len: int, on_device: Programs) -> int:
         waves; and where a full cache would give a program fewer than ``MIN_TILES_PER_SPLIT`` tiles, what fills best.
     """
     most = max(1, min(MAX_SPLITS, -(-max_len // (TILE * MIN_TILES_PER_SPLIT))))
+    resident, wanted, balanced = (n * on_device.multiprocessors for n in on_device[:3])
 
     def fill(splits: int, of: int) -> float:
         return heads * splits / (-(-heads * splits // of) * of)
 
-    for room in (on_device.wanted, on_device.resident):
+    for room in (wanted, resident):
         for splits in range(min(most, room // heads), 0, -1):
-            if fill(splits, on_device.round) >= 0.9:
+            if fill(splits, balanced) >= 0.9:
                 return splits
-    if heads * most <= on_device.resident:
-        return max(range(most, 0, -1), key=lambda splits: fill(splits, on_device.round))
-    counts = range(1, min(most, max(1, 4 * on_device.resident // heads)) + 1)
-    full = (splits for splits in counts if fill(splits, on_device.resident) >= 0.9)
-    return next(full, max(counts, key=lambda splits: fill(splits, on_device.resident)))
+    if heads * most <= resident:
+        return max(range(most, 0, -1), key=lambda splits: fill(splits, balanced))
+    counts = range(1, min(most, max(1, 4 * resident // heads)) + 1)
+    full = (splits for splits in counts if fill(splits, resident) >= 0.9)
+    return next(full, max(counts, key=lambda splits: fill(splits, resident)))
 
 
 def supports(
@@ -325,7 +341,9 @@ def attention(
 
     multiprocessors = _device(query.device.index)[1]
     on_device = programs(head_dim, key, value, registers, multiprocessors)
-    splits = split_count(batch * kv_heads * row_tiles, max_len, on_device)
+    reductions = batch * kv_heads * row_tiles
+    splits = split_count(reductions, max_len, on_device)
+    reserved = reserved_kilobytes(_program_bytes(head_dim, key, value), on_device, reductions * splits)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
     out = query.new_empty(batch, heads, query_length, head_dim) if out is None else out
@@ -369,6 +387,7 @@ def attention(
             CAUSAL=is_causal and query_length > 1,
             KEEP=keep,
             ROTATED=key.rotated,
+            RESERVED=reserved,
             num_warps=1,
             launch_pdl=True,
             maxnreg=registers,

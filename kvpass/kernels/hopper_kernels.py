@@ -139,7 +139,7 @@ def decode_kernel(
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
     K_CODEC: gl.constexpr, K_SCALE: gl.constexpr, K_BLOCK: gl.constexpr, K_TENSOR_SCALE: gl.constexpr,
     V_CODEC: gl.constexpr, V_SCALE: gl.constexpr, V_BLOCK: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr, ROTATED: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr, ROTATED: gl.constexpr, RESERVED: gl.constexpr,
 ):  # fmt: skip
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
@@ -184,6 +184,8 @@ def decode_kernel(
             key_scales = gl.allocate_shared_memory(gl.int32, [2, K_BLOCKS, 4, 2], scale_shared())
         if V_BLOCKS:
             value_scales = gl.allocate_shared_memory(gl.int32, [2, V_BLOCKS, 4, 2], scale_shared())
+        if RESERVED:  # kilobytes that nothing is read from: they leave room for fewer programs
+            reserved = gl.allocate_shared_memory(gl.int32, [RESERVED, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         _copy_tile(
             key, key_scales, value, value_scales, 0, k_codes, k_block_scale, v_codes, v_block_scale,
             tile, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
@@ -311,6 +313,9 @@ def decode_kernel(
             tile = following
             buffer = 1 - buffer
         _store_part(partial, statistics, head * splits + split, output, maximum, total, ROWS, row0, HEAD_DIM, V_CODEC)
+        if RESERVED:
+            if length < 0:  # never, but that is not for the compiler to know
+                reserved.index(0).store(gl.zeros([256], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     else:
         if ROTATED:  # no program ends before the rotation has
             tl.extra.cuda.gdc_wait()
