@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +20,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kvpass.kernels.ptxas import disassembled, is_suspect, undefined_registers
-
 FORMATS = ("fp8_e4m3", "int8", "nvfp4+centred+rotated+4over6")
-# Formats of K and V, and how many slots are kept, of which ptxas 12.8 compiles a chunk's kernel wrong (head_dim 64).
+# Formats of K and V, and how many slots are kept, of chunks' kernels that ptxas 12.8 compiles wrong (head_dim 64).
 CHUNKS = (("fp8_e4m3", "nvfp4", 0), ("int8", "fp4_mx_block16", 0), ("nvfp4", "nvfp4", 12), ("mxfp4", "nvfp4", 12))
 
 
@@ -41,9 +40,6 @@ class _Warmup:
     def __init__(self, kernel, compiled: list):
         self.kernel, self.compiled = kernel, compiled
 
-    def warmup(self, *args, **options):
-        return self.kernel.warmup(*args, **options)
-
     def __getitem__(self, grid):
         return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
 
@@ -58,15 +54,42 @@ def only_compile(kernels: dict[ModuleType, tuple[str, ...]]) -> list:
     return compiled
 
 
+def _dump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def spilled_bytes(cubin: bytes) -> int:
     """Bytes of local memory that a thread uses."""
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", disassembled(cubin, "--dump-resource-usage")))
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", _dump(cubin, "--dump-resource-usage")))
 
 
 def waits_first(cubin: bytes) -> bool:
     """Whether a wait for the kernel before comes first, then leave for the next one, then all reads and writes."""
-    found = re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG|LDGSTS|ATOMG|LD|ST)\b", disassembled(cubin))
+    found = re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG|LDGSTS|ATOMG|LD|ST)\b", _dump(cubin, "--dump-sass"))
     return found[:2] == ["ACQBULK", "PREEXIT"] and not {"ACQBULK", "PREEXIT"} & set(found[2:])
+
+
+def undefined_registers(cubin: bytes) -> list[str]:
+    """Instructions that read a uniform register which no instruction above them writes."""
+    written, found = {"UR63"}, []  # UR63 is zero
+    sass = _dump(cubin, "--dump-sass")
+    for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S.*?) *;", sass):
+        name, _, operands = text.partition(" ")
+        own, _, others = operands.partition(",")
+        writes = re.match(r"\s*UR(\d+)", own)
+        read = set(re.findall(r"\bUR\d+\b", others if writes else operands))
+        for first in re.findall(r"gdesc\[UR(\d+)\]", operands):  # a pair for each operand; the first's may be unused
+            read = (read - {f"UR{first}"}) | {f"UR{int(first) + 2}", f"UR{int(first) + 3}"}
+        if read - written:
+            found.append(text)
+        if writes:
+            wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            written |= {f"UR{int(writes[1]) + i}" for i in range(wide)}
+    return found
 
 
 def run(script: str) -> object:
@@ -79,8 +102,7 @@ def run(script: str) -> object:
 
 def main() -> None:
     """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print all names,
-    those that wait for the kernel before them ahead of all else, what reads undefined registers, and whether ptxas is
-    suspect and chunks of how many of `CHUNKS` were given smaller tiles for that."""
+    those that wait for the kernel before them ahead of all else, and what reads undefined registers."""
     from kvpass.formats import get_format
     from kvpass.kernels import attention, dequantize, rotate, store
 
@@ -101,7 +123,6 @@ def main() -> None:
             store.store(x, x, positions, *buffers, *buffers, name, name, 4)
             attention.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
             dequantize.dequantize(*buffers, positions, name, torch.bfloat16)
-    before = len(compiled)
     for key, value, keep in CHUNKS:
         sides = (get_format(name).allocate(4, 8, 4096, 64, "meta", keep=keep) for name in (key, value))
         query = torch.empty(4, 32, 40, 64, dtype=torch.bfloat16, device="meta")
@@ -112,9 +133,7 @@ def main() -> None:
     for kernel in compiled:
         waits[waits_first(kernel.asm["cubin"])].add(kernel.metadata.name)
     undefined = [text for kernel in compiled for text in undefined_registers(kernel.asm["cubin"])]
-    chunks = [kernel for kernel in compiled[before:] if kernel.metadata.name == "attention_kernel"]
-    smaller = sum("wgmma" not in kernel.asm["ptx"] for kernel in chunks)
-    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined, is_suspect(), smaller]))
+    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined]))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from kvpass.formats import (  # noqa: E402
     get_format,
     register_format,
 )
+from kvpass.kernels import ptxas  # noqa: E402
+from kvpass.tiles import Configuration  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"))
@@ -1007,9 +1009,29 @@ class TestOnGpu:
 def test_kernels_compile_for_a_gpu():
     import compile_only
 
-    names, waiting, undefined, is_suspect, smaller = compile_only.run(compile_only.__file__)
+    names, waiting, undefined = compile_only.run(compile_only.__file__)
     kernels = ["_dequantize_kernel", "_rotate_kernel", "_store_kernel", "attention_kernel", "reduce_kernel"]
     assert names == [*kernels, "survey_kernel"]
     assert waiting == ["_rotate_kernel", "_store_kernel"]
-    assert not undefined, "a kernel that reads an undefined register would be launched"
-    assert smaller == (len(compile_only.CHUNKS) if is_suspect else 0)
+    assert not undefined, "ptxas lost a register"
+
+
+class TestSoundPtxas:
+    CHUNK, DECODE = (Configuration(rows, 64, 4, 3, 2) for rows in (64, 16))
+
+    @pytest.mark.parametrize("path, rows", [("another", 64), (None, 32)])
+    def test_rows_are_fewer_where_triton_has_none(self, path, rows, monkeypatch):
+        assert ptxas.compilable(self.CHUNK) == self.CHUNK
+        monkeypatch.setattr(ptxas, "is_suspect", lambda: True)
+        monkeypatch.setattr(ptxas, "sound_path", lambda: path)
+        assert ptxas.compilable(self.CHUNK) == self.CHUNK._replace(block_m=rows)
+        assert ptxas.compilable(self.DECODE) == self.DECODE
+
+    def test_products_of_warpgroups_are_compiled_with_another(self, monkeypatch):
+        monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+        monkeypatch.setattr(ptxas, "is_suspect", lambda: True)
+        monkeypatch.setattr(ptxas, "sound_path", lambda: "another")
+        for config, path, has_options in ((self.CHUNK, "another", True), (self.DECODE, None, False)):
+            with ptxas.sound(config) as options:
+                assert (os.environ.get("TRITON_PTXAS_PATH"), bool(options)) == (path, has_options)
+            assert "TRITON_PTXAS_PATH" not in os.environ

@@ -161,7 +161,6 @@ def attention(
     takes_hopper = (
         config is None and hopper is not None and hopper.supports(query, *key_buffers, *value_buffers, *call) is None
     )
-    again = functools.partial(attention, query, *key_buffers, *value_buffers, *call)
     score_offset = None
     if key_centre is not None and (softcap or sinks is not None):
         # Neither bears the shift of a row's scores that leaving out K's centre is.
@@ -190,6 +189,7 @@ def attention(
     if config is None:
         is_fp32 = torch.float32 in (key_dtype, value_dtype)
         config = configuration(key, value, max(key_dim, value_dim), rows, is_fp32, query.device)
+    config = ptxas.compilable(config)
     programs = batch * kv_heads * triton.cdiv(rows, config.block_m)
     slots = _sm_count(query.device) * config.programs_per_sm
     splits = split_count(programs, slots, min(256, triton.cdiv(max_len, config.block_n)))
@@ -202,65 +202,60 @@ def attention(
         partial_shape = (batch * kv_heads, splits, rows)
         target = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=query.device)
         partial_max, partial_sum = torch.empty((2, *partial_shape), dtype=torch.float32, device=query.device)
-    arguments = (
-        query,
-        *query.stride()[:3],
-        key_codes,
-        key_block_scale,
-        key_scale,
-        key_kept,
-        key_kept_slots,
-        value_codes,
-        value_block_scale,
-        value_scale,
-        value_centre,
-        value_kept,
-        value_kept_slots,
-        positions,
-        mask,
-        *mask_strides,
-        survey,
-        *survey_strides,
-        None if sinks is None else sinks.contiguous(),
-        score_offset,
-        target,
-        partial_max,
-        partial_sum,
-        scale,
-        softcap or None,
-        kv_heads,
-        length,
-        max_len,
-        limit,
-    )
-    options = {
-        "GROUP": group,
-        "KEY_DIM": key_dim,
-        "KEY_WIDTH": padded_width(key, key_dim),
-        "KEY_DTYPE": _DTYPES[key_dtype],
-        **constexprs(key, "KEY_"),
-        "VALUE_DIM": value_dim,
-        "VALUE_WIDTH": padded_width(value, value_dim),
-        "VALUE_DTYPE": _DTYPES[value_dtype],
-        **constexprs(value, "VALUE_"),
-        "KEEP": keep,
-        "KEEP_PADDED": triton.next_power_of_2(max(keep, 1)),
-        "OUT_DTYPE": _DTYPES[out_dtype],
-        "IS_CAUSAL": is_causal,
-        "MASK_IS_BOOL": mask_is_bool,
-        "MASK_HAS_ROWS": mask_has_rows,
-        "SPLITS": splits,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "NATIVE": native_float8(query.device),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    with on_device(query):
-        if config.block_m % 64 == 0 and config.num_warps % 4 == 0 and ptxas.is_suspect():  # products of warpgroups
-            if not ptxas.is_sound(attention_kernel.warmup(*arguments, grid=(programs, splits), **options)):
-                return again(config=config._replace(block_m=32))
-        attention_kernel[(programs, splits)](*arguments, **options)
+    with on_device(query), ptxas.sound(config) as options:
+        attention_kernel[(programs, splits)](
+            query,
+            *query.stride()[:3],
+            key_codes,
+            key_block_scale,
+            key_scale,
+            key_kept,
+            key_kept_slots,
+            value_codes,
+            value_block_scale,
+            value_scale,
+            value_centre,
+            value_kept,
+            value_kept_slots,
+            positions,
+            mask,
+            *mask_strides,
+            survey,
+            *survey_strides,
+            None if sinks is None else sinks.contiguous(),
+            score_offset,
+            target,
+            partial_max,
+            partial_sum,
+            scale,
+            softcap or None,
+            kv_heads,
+            length,
+            max_len,
+            limit,
+            GROUP=group,
+            KEY_DIM=key_dim,
+            KEY_WIDTH=padded_width(key, key_dim),
+            KEY_DTYPE=_DTYPES[key_dtype],
+            **constexprs(key, "KEY_"),
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=padded_width(value, value_dim),
+            VALUE_DTYPE=_DTYPES[value_dtype],
+            **constexprs(value, "VALUE_"),
+            KEEP=keep,
+            KEEP_PADDED=triton.next_power_of_2(max(keep, 1)),
+            OUT_DTYPE=_DTYPES[out_dtype],
+            IS_CAUSAL=is_causal,
+            MASK_IS_BOOL=mask_is_bool,
+            MASK_HAS_ROWS=mask_has_rows,
+            SPLITS=splits,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            NATIVE=native_float8(query.device),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **options,
+        )
         if splits > 1:
             block_d = min(64, triton.next_power_of_2(value_dim))
             reduce_kernel[(batch * kv_heads * rows, triton.cdiv(value_dim, block_d))](

@@ -1,72 +1,68 @@
-"""Kernels that ptxas compiles wrong, told by their machine code.
+"""A ptxas that compiles products of warpgroups right.
 
-ptxas 12.8, which comes with triton 3.6, leaves a register undefined in some kernels with products of warpgroups: a
-uniform register that says where an operand lies in shared memory. Such a kernel reads what the kernel before it left
-there, and faults, or sums something else. It was seen in attention of several rows with head_dims of 16, 32 and 64;
-which formats, masks and kept slots it hits cannot be told from outside. ptxas 12.9 and 13.0 compile the same PTX right.
+ptxas 12.8, with which triton 3.6 compiles for Hopper, may lose the register that says where an operand of such a
+product lies in shared memory. The kernel then reads what the register held before, and faults, or sums something else.
+It was seen in attention of several rows with head_dims of 16, 32 and 64; which formats, tiles, masks and kept slots it
+hits cannot be told from outside. 12.9 compiles the same PTX right, and triton 3.6 has it too, for Blackwell.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import re
-import subprocess
-import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 
 from kvpass.kernels.codecs import interpreting
+from kvpass.tiles import Configuration
 
 FIRST_SOUND = (12, 9)
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S.*?) *;")
-_sound: dict[str, bool] = {}  # by the hash of a compiled kernel
+
+
+def _is_sound(tool: Any) -> bool:
+    return tuple(map(int, tool.version.split(".")[:2])) >= FIRST_SOUND
 
 
 @functools.cache
 def is_suspect() -> bool:
-    """Whether triton's ptxas is one to look after."""
-    if interpreting():
-        return False
+    """Whether triton's ptxas is older than what is known to be sound."""
     try:
-        version = triton.knobs.nvidia.ptxas.version
-    except (AttributeError, OSError, RuntimeError):  # no NVIDIA compiler here
+        return not interpreting() and not _is_sound(triton.knobs.nvidia.ptxas)
+    except (AttributeError, RuntimeError):  # no NVIDIA compiler here
         return False
-    return tuple(map(int, version.split(".")[:2])) < FIRST_SOUND
 
 
-def is_sound(kernel: Any) -> bool:
-    """Whether a compiled kernel reads no undefined register, as far as can be told; looked up once."""
-    if kernel.hash not in _sound:
-        try:
-            _sound[kernel.hash] = not undefined_registers(kernel.asm["cubin"])
-        except (KeyError, OSError, RuntimeError, subprocess.CalledProcessError):
-            _sound[kernel.hash] = False
-    return _sound[kernel.hash]
+@functools.cache
+def sound_path() -> str | None:
+    """Another ptxas that comes with triton and is sound; None where there is none."""
+    try:
+        tool = triton.knobs.nvidia.ptxas_blackwell
+    except (AttributeError, RuntimeError):
+        return None
+    return tool.path if _is_sound(tool) else None
 
 
-def disassembled(cubin: bytes, what: str = "--dump-sass") -> str:
-    """What triton's cuobjdump prints of a kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _takes_warpgroups(config: Configuration) -> bool:
+    return config.block_m % 64 == 0 and config.num_warps % 4 == 0
 
 
-def undefined_registers(cubin: bytes) -> list[str]:
-    """Instructions that read a uniform register which no instruction above them writes."""
-    written, found = {"UR63"}, []  # UR63 is zero
-    for text in _INSTRUCTION.findall(disassembled(cubin)):
-        name, _, operands = text.partition(" ")
-        own, _, others = operands.partition(",")
-        writes = re.match(r"\s*UR(\d+)", own)
-        read = set(re.findall(r"\bUR\d+\b", others if writes else operands))
-        for first in re.findall(r"gdesc\[UR(\d+)\]", operands):  # a pair for each operand; the first's may be unused
-            read = (read - {f"UR{first}"}) | {f"UR{int(first) + 2}", f"UR{int(first) + 3}"}
-        if read - written:
-            found.append(text)
-        if writes:
-            wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
-            written |= {f"UR{int(writes[1]) + i}" for i in range(wide)}
-    return found
+def compilable(config: Configuration) -> Configuration:
+    """``config``; with fewer rows, so that warps compute products by themselves, where no sound ptxas is there."""
+    if _takes_warpgroups(config) and is_suspect() and sound_path() is None:
+        return config._replace(block_m=32)
+    return config
+
+
+@contextlib.contextmanager
+def sound(config: Configuration) -> Iterator[dict[str, str]]:
+    """Within, triton compiles what is launched with ``config`` and the options that are handed out soundly."""
+    path = sound_path()
+    if path is None or not (_takes_warpgroups(config) and is_suspect()):
+        yield {}
+        return
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.ptxas = path
+        # What ptxas does anyway: it keeps triton's cache from taking this kernel for one that the other compiled.
+        yield {"ptx_options": "--opt-level 3"}
