@@ -526,10 +526,8 @@ def test_splits_never_leave_most_of_a_device_idle():
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4", "int8", "fp4_mx_block16"])
 def test_no_multiprocessor_has_room_for_more_programs_than_are_wanted(name, head_dim):
     fmt = get_format(name)
-    on_device, own = (
-        hopper_decode.programs(head_dim, fmt, fmt, 128, 132),
-        hopper_decode._program_bytes(head_dim, fmt, fmt),
-    )
+    on_device = hopper_decode.programs(head_dim, fmt, fmt, 128, 132)
+    own = hopper_decode._program_bytes(head_dim, fmt, fmt)
     reserved = [hopper_decode.reserved_kilobytes(own, on_device, 132 * n) for n in (on_device.wanted, 17)]
     assert min(16, hopper_decode.SHARED_BYTES // (own + 1024 * reserved[0])) == on_device.wanted
     assert reserved[1] == 0, "where there are more programs than are wanted, as many as fit"

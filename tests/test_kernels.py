@@ -1033,5 +1033,7 @@ class TestSoundPtxas:
         monkeypatch.setattr(ptxas, "sound_path", lambda: "another")
         for config, path, has_options in ((self.CHUNK, "another", True), (self.DECODE, None, False)):
             with ptxas.sound(config) as options:
+                with ptxas.sound(config):  # as another thread may
+                    pass
                 assert (os.environ.get("TRITON_PTXAS_PATH"), bool(options)) == (path, has_options)
             assert "TRITON_PTXAS_PATH" not in os.environ

@@ -153,6 +153,7 @@ def reserved_kilobytes(program_bytes: int, on_device: Programs, count: int) -> i
     return max(0, -(-(SHARED_BYTES // (on_device.wanted + 1) + 1 - program_bytes) // 1024))
 
 
+@functools.lru_cache(maxsize=1024)
 def split_count(heads: int, max_len: int, on_device: Programs) -> int:
     """Programs that share the slots of one KV head.
 
@@ -162,9 +163,10 @@ def split_count(heads: int, max_len: int, on_device: Programs) -> int:
         on_device: What :func:`programs` says.
 
     Returns:
-        The largest count that fills rounds to 90%: of those with as many programs as wanted, else of all that run at
-        once. Where there is none, the smallest whose last wave of such programs is 90% full, or the fullest within four
-        waves; and where a full cache would give a program fewer than ``MIN_TILES_PER_SPLIT`` tiles, what fills best.
+        The largest count that fills whole rounds, ``balanced`` programs on every multiprocessor, to 90%: of those with
+        no more programs than wanted, else of those that run at once. Where there is none, the smallest whose last wave
+        of such programs is 90% full, or the fullest within four waves. Never so many that a full cache gives a program
+        fewer than ``MIN_TILES_PER_SPLIT`` tiles: where all that allows run at once, what fills rounds best.
     """
     most = max(1, min(MAX_SPLITS, -(-max_len // (TILE * MIN_TILES_PER_SPLIT))))
     resident, wanted, balanced = (n * on_device.multiprocessors for n in on_device[:3])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,14 +56,30 @@ def compilable(config: Configuration) -> Configuration:
     return config
 
 
+_lock = threading.Lock()
+_within = contextlib.ExitStack()
+_count = 0
+
+
 @contextlib.contextmanager
 def sound(config: Configuration) -> Iterator[dict[str, str]]:
-    """Within, triton compiles what is launched with ``config`` and the options that are handed out soundly."""
+    """Within, triton compiles what is launched with ``config`` and the options that are handed out soundly. Several
+    threads may be within at the same time; what others compile meanwhile, the same ptxas does."""
+    global _count
     path = sound_path()
     if path is None or not (_takes_warpgroups(config) and is_suspect()):
         yield {}
         return
-    with triton.knobs.nvidia.scope():
-        triton.knobs.nvidia.ptxas = path
+    with _lock:
+        if not _count:
+            _within.enter_context(triton.knobs.nvidia.scope())
+            triton.knobs.nvidia.ptxas = path
+        _count += 1
+    try:
         # What ptxas does anyway: it keeps triton's cache from taking this kernel for one that the other compiled.
         yield {"ptx_options": "--opt-level 3"}
+    finally:
+        with _lock:
+            _count -= 1
+            if not _count:
+                _within.close()
