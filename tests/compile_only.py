@@ -102,7 +102,9 @@ def run(script: str) -> object:
 
 def main() -> None:
     """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print all names,
-    those that wait for the kernel before them ahead of all else, and what reads undefined registers."""
+    those that wait for the kernel before them ahead of all else, what reads undefined registers, and the most shared
+    memory of a program."""
+    from kvpass import tiles
     from kvpass.formats import get_format
     from kvpass.kernels import attention, dequantize, rotate, store
 
@@ -129,11 +131,22 @@ def main() -> None:
         positions = torch.empty(40, dtype=torch.int64, device="meta")
         mask = torch.empty(4, 1, 40, 4096, dtype=torch.bool, device="meta") if keep else None
         attention.attention(query, *next(sides), *next(sides), positions, mask, 1.0, not keep, key, value)
+    # The tiles of the largest head_dims in the package's file, with the mask that takes most.
+    file = tiles.packaged("NVIDIA H200")
+    for shape, config in tiles.read(file, "NVIDIA H200").items():
+        if shape.kind == "chunk" and shape.head_dim >= 256:
+            name = {4: "nvfp4", 8: "fp8_e4m3", 16: "bf16"}[shape.bits]
+            buffers = get_format(name).allocate(4, 8, 4096, shape.head_dim, "meta", keep=12)
+            query = torch.empty(4, 32, 300, shape.head_dim, dtype=torch.bfloat16, device="meta")
+            mask = torch.empty(4, 32, 300, 4096, device="meta")
+            positions = torch.empty(300, dtype=torch.int64, device="meta")
+            attention.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name, config=config)
+    most = max(kernel.metadata.shared for kernel in compiled)
     names, waits = {kernel.metadata.name for kernel in compiled}, {True: set(), False: set()}
     for kernel in compiled:
         waits[waits_first(kernel.asm["cubin"])].add(kernel.metadata.name)
     undefined = [text for kernel in compiled for text in undefined_registers(kernel.asm["cubin"])]
-    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined]))
+    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined, most]))
 
 
 if __name__ == "__main__":

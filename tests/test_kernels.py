@@ -5,10 +5,12 @@ Parameters marked ``gpu`` are the same tests, wider.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ if not torch.cuda.is_available():
     if late:  # its own functions decide when they are imported
         raise RuntimeError("triton was imported before TRITON_INTERPRET was set; set it in tests/conftest.py")
 pytest.importorskip("triton")
+
+import triton  # noqa: E402
 
 from kvpass import reference  # noqa: E402
 from kvpass.formats import (  # noqa: E402
@@ -1009,31 +1013,41 @@ class TestOnGpu:
 def test_kernels_compile_for_a_gpu():
     import compile_only
 
-    names, waiting, undefined = compile_only.run(compile_only.__file__)
+    names, waiting, undefined, shared = compile_only.run(compile_only.__file__)
     kernels = ["_dequantize_kernel", "_rotate_kernel", "_store_kernel", "attention_kernel", "reduce_kernel"]
     assert names == [*kernels, "survey_kernel"]
     assert waiting == ["_rotate_kernel", "_store_kernel"]
     assert not undefined, "ptxas lost a register"
+    assert shared <= 227 * 1024, "more than an H200 gives a program"
 
 
 class TestSoundPtxas:
     CHUNK, DECODE = (Configuration(rows, 64, 4, 3, 2) for rows in (64, 16))
 
-    @pytest.mark.parametrize("path, rows", [("another", 64), (None, 32)])
-    def test_rows_are_fewer_where_triton_has_none(self, path, rows, monkeypatch):
-        assert ptxas.compilable(self.CHUNK) == self.CHUNK
+    @pytest.mark.parametrize("compiler, rows", [("taught", 64), (None, 32)])
+    def test_rows_are_fewer_where_triton_has_none(self, compiler, rows, monkeypatch):
         monkeypatch.setattr(ptxas, "is_suspect", lambda: True)
-        monkeypatch.setattr(ptxas, "sound_path", lambda: path)
+        monkeypatch.setattr(ptxas, "_compiler", lambda: compiler)
         assert ptxas.compilable(self.CHUNK) == self.CHUNK._replace(block_m=rows)
         assert ptxas.compilable(self.DECODE) == self.DECODE
+        monkeypatch.setattr(ptxas, "is_suspect", lambda: False)
+        assert ptxas.compilable(self.CHUNK) == self.CHUNK
 
-    def test_products_of_warpgroups_are_compiled_with_another(self, monkeypatch):
-        monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    def test_one_thread_takes_another_for_products_of_warpgroups(self, monkeypatch):
+        compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+        ours = "/ptxas 12.8"
+        monkeypatch.setattr(compiler, "get_ptxas", lambda arch: ours)
+        monkeypatch.setattr(compiler, "get_ptxas_version", lambda arch: "12.8")
         monkeypatch.setattr(ptxas, "is_suspect", lambda: True)
-        monkeypatch.setattr(ptxas, "sound_path", lambda: "another")
-        for config, path, has_options in ((self.CHUNK, "another", True), (self.DECODE, None, False)):
-            with ptxas.sound(config) as options:
-                with ptxas.sound(config):  # as another thread may
-                    pass
-                assert (os.environ.get("TRITON_PTXAS_PATH"), bool(options)) == (path, has_options)
-            assert "TRITON_PTXAS_PATH" not in os.environ
+        monkeypatch.setattr(ptxas, "_compiler", functools.cache(ptxas._compiler.__wrapped__))
+        other = triton.knobs.nvidia.ptxas_blackwell
+        elsewhere = []
+        with pytest.raises(RuntimeError, match="as a launch may"), ptxas.sound(self.CHUNK) as options:
+            thread = threading.Thread(target=lambda: elsewhere.append(compiler.get_ptxas(90)))
+            thread.start()
+            thread.join()
+            assert (compiler.get_ptxas(90), elsewhere, bool(options)) == (other, [ours], True)
+            raise RuntimeError("as a launch may")
+        assert compiler.get_ptxas(90) == ours
+        with ptxas.sound(self.DECODE) as options:
+            assert (compiler.get_ptxas(90), options) == (ours, {})

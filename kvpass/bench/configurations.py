@@ -198,7 +198,7 @@ def choose(shape: ShapeClass, candidates: list[Candidate], device: torch.device)
     """
     small = dataclasses.replace(SMALL_SHAPES[shape.kind], head_dim=shape.head_dim)
     pairs = [parse_formats(text) for text in FORMATS[shape.bits]]
-    case = Case(small, pairs, "none", torch.bfloat16, device)
+    case = Case(small, pairs, "bool", torch.bfloat16, device)  # a mask takes shared memory as well
     default = candidates[0]
     timed = sorted((candidate for candidate in candidates if candidate.summary), key=lambda candidate: candidate.ms)
     # False before True, and otherwise as they are: the faster ones, the built-in one, the others.

@@ -52,7 +52,7 @@ kernel adds the parts up, always in the same order.
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
 buffers did not help: what hides latency is programs. Up to 16 of them fit a multiprocessor, and 8 or 12 are fastest
-(:func:`programs`).
+(:func:`capacity`).
 
 Both kernels are launched while the one before them ends (programmatic dependent launch), and so are the store and the
 rotation, which in a model are what comes before the first. Each of these three waits for the one before it, and with it
@@ -95,8 +95,8 @@ def _device(index: int) -> tuple[tuple[int, int], int]:
 
 
 def _tile_bytes(fmt: KVFormat, head_dim: int) -> int:
-    """Bytes of codes and block scales in one tile."""
-    return TILE * (fmt.code_width(head_dim) + fmt.scale_width(head_dim))
+    """Bytes of a tile that are copied to shared memory: codes and block scales. A row's one scale goes to registers."""
+    return TILE * (fmt.code_width(head_dim) + (0 if fmt.block == WHOLE_HEAD else fmt.scale_width(head_dim)))
 
 
 def _factor_left(value: KVFormat) -> float:
@@ -106,13 +106,13 @@ def _factor_left(value: KVFormat) -> float:
     return UNPACKED.value if value.codec == "e2m1" and value.block_scale == "e4m3" else 1.0
 
 
-class Programs(NamedTuple):
-    """How many programs a multiprocessor is given, and how many there are of it.
+class Capacity(NamedTuple):
+    """How many programs a multiprocessor is given, and how many multiprocessors there are.
 
     Attributes:
-        resident: That it can run at the same time.
-        wanted: Of those, how many are fastest.
-        balanced: A multiple of this leaves nothing idle.
+        resident: As many as it can run at the same time: registers and shared memory limit it.
+        wanted: Of those, as many as are fastest.
+        balanced: A multiple of this leaves none of its schedulers idle.
         multiprocessors: Of the device.
     """
 
@@ -122,8 +122,8 @@ class Programs(NamedTuple):
     multiprocessors: int
 
 
-def programs(head_dim: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Programs:
-    """What a device runs at the same time: registers and shared memory limit it.
+def capacity(head_dim: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Capacity:
+    """Programs of a device, with as many registers a lane.
 
     Memory bounds what reads fp8: it is slower the more programs are reading, 8 are enough, and multiprocessors should
     have equally many. Instructions bound the others: each of four schedulers takes as long as it has programs, and
@@ -136,7 +136,7 @@ def programs(head_dim: int, key: KVFormat, value: KVFormat, registers: int, mult
         wanted, balanced = 8, 1
     else:
         wanted, balanced = (16 if head_dim == 64 or any(fmt.block_scale == "e8m0" for fmt in formats) else 12), 4
-    return Programs(resident, min(wanted, resident), balanced, multiprocessors)
+    return Capacity(resident, min(wanted, resident), balanced, multiprocessors)
 
 
 def _program_bytes(head_dim: int, key: KVFormat, value: KVFormat) -> int:
@@ -144,32 +144,34 @@ def _program_bytes(head_dim: int, key: KVFormat, value: KVFormat) -> int:
     return 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
 
 
-def reserved_kilobytes(program_bytes: int, on_device: Programs, count: int) -> int:
+def reserved_kilobytes(program_bytes: int, device: Capacity, count: int) -> int:
     """How much shared memory each of ``count`` programs takes beyond what it needs, so that no multiprocessor runs more
-    than are wanted. Programs that are launched early go where the kernel before has ended, and it has not everywhere:
-    without this some multiprocessors would get twice as many as others."""
-    if count > on_device.wanted * on_device.multiprocessors:
+    than are wanted, or one more where kilobytes are too coarse. Programs that are launched early go where the kernel
+    before has ended, and it has not everywhere: without this some multiprocessors would get twice as many as others."""
+    if count > device.wanted * device.multiprocessors:
         return 0
-    return max(0, -(-(SHARED_BYTES // (on_device.wanted + 1) + 1 - program_bytes) // 1024))
+    needed = -(-(SHARED_BYTES // (device.wanted + 1) + 1 - program_bytes) // 1024)
+    return max(0, min(needed, (SHARED_BYTES // device.wanted - program_bytes) // 1024))
 
 
 @functools.lru_cache(maxsize=1024)
-def split_count(heads: int, max_len: int, on_device: Programs) -> int:
+def split_count(heads: int, max_len: int, device: Capacity) -> int:
     """Programs that share the slots of one KV head.
 
     Args:
         heads: Independent reductions: batch times KV heads times tiles of query rows.
         max_len: Slots of the cache.
-        on_device: What :func:`programs` says.
+        device: What :func:`capacity` says.
 
     Returns:
         The largest count that fills whole rounds, ``balanced`` programs on every multiprocessor, to 90%: of those with
-        no more programs than wanted, else of those that run at once. Where there is none, the smallest whose last wave
-        of such programs is 90% full, or the fullest within four waves. Never so many that a full cache gives a program
-        fewer than ``MIN_TILES_PER_SPLIT`` tiles: where all that allows run at once, what fills rounds best.
+        no more programs than wanted, else of those that run at once. Where there is none, the smallest with which all
+        waves of such programs are 90% full, or the fullest of up to four waves. Never so many that a full cache gives
+        most programs fewer than ``MIN_TILES_PER_SPLIT`` tiles: where all that allows run at once, what fills rounds
+        best.
     """
     most = max(1, min(MAX_SPLITS, -(-max_len // (TILE * MIN_TILES_PER_SPLIT))))
-    resident, wanted, balanced = (n * on_device.multiprocessors for n in on_device[:3])
+    resident, wanted, balanced = (n * device.multiprocessors for n in (device.resident, device.wanted, device.balanced))
 
     def fill(splits: int, of: int) -> float:
         return heads * splits / (-(-heads * splits // of) * of)
@@ -181,8 +183,10 @@ def split_count(heads: int, max_len: int, on_device: Programs) -> int:
     if heads * most <= resident:
         return max(range(most, 0, -1), key=lambda splits: fill(splits, balanced))
     counts = range(1, min(most, max(1, 4 * resident // heads)) + 1)
-    full = (splits for splits in counts if fill(splits, resident) >= 0.9)
-    return next(full, max(counts, key=lambda splits: fill(splits, resident)))
+    for splits in counts:
+        if fill(splits, resident) >= 0.9:
+            return splits
+    return max(counts, key=lambda splits: fill(splits, resident))
 
 
 def supports(
@@ -342,10 +346,9 @@ def attention(
         mask_kind = mask_kind if mask.dtype == torch.bool else f"added {mask_kind}"
 
     multiprocessors = _device(query.device.index)[1]
-    on_device = programs(head_dim, key, value, registers, multiprocessors)
-    reductions = batch * kv_heads * row_tiles
-    splits = split_count(reductions, max_len, on_device)
-    reserved = reserved_kilobytes(_program_bytes(head_dim, key, value), on_device, reductions * splits)
+    device, reductions = capacity(head_dim, key, value, registers, multiprocessors), batch * kv_heads * row_tiles
+    splits = split_count(reductions, max_len, device)
+    reserved = reserved_kilobytes(_program_bytes(head_dim, key, value), device, reductions * splits)
     partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
     out = query.new_empty(batch, heads, query_length, head_dim) if out is None else out

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -21,6 +22,8 @@ from kvpass.tiles import Configuration
 
 FIRST_SOUND = (12, 9)
 
+_thread = threading.local()
+
 
 def _is_sound(tool: Any) -> bool:
     return tuple(map(int, tool.version.split(".")[:2])) >= FIRST_SOUND
@@ -28,21 +31,32 @@ def _is_sound(tool: Any) -> bool:
 
 @functools.cache
 def is_suspect() -> bool:
-    """Whether triton's ptxas is older than what is known to be sound."""
-    try:
-        return not interpreting() and not _is_sound(triton.knobs.nvidia.ptxas)
-    except (AttributeError, RuntimeError):  # no NVIDIA compiler here
+    """Whether triton compiles for a Hopper GPU with a ptxas that is older than what is known to be sound."""
+    if interpreting():
         return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch // 10 == 9 and not _is_sound(triton.knobs.nvidia.ptxas)
 
 
 @functools.cache
-def sound_path() -> str | None:
-    """Another ptxas that comes with triton and is sound; None where there is none."""
+def _compiler() -> ModuleType | None:
+    """Triton's compiler for NVIDIA, taught to take its other ptxas where a thread asks for it; None where that is not
+    sound, or the compiler is not as this triton's was when this was written."""
     try:
-        tool = triton.knobs.nvidia.ptxas_blackwell
-    except (AttributeError, RuntimeError):
+        from triton.backends.nvidia import compiler
+
+        if not _is_sound(triton.knobs.nvidia.ptxas_blackwell):
+            return None
+        own = compiler.get_ptxas
+        compiler.get_ptxas_version(90)  # remembered, and part of the names of what is compiled: of its own ptxas
+    except (ImportError, AttributeError, OSError, RuntimeError):
         return None
-    return tool.path if _is_sound(tool) else None
+
+    def get_ptxas(arch: int) -> Any:
+        return triton.knobs.nvidia.ptxas_blackwell if getattr(_thread, "takes_other", False) else own(arch)
+
+    compiler.get_ptxas = get_ptxas
+    return compiler
 
 
 def _takes_warpgroups(config: Configuration) -> bool:
@@ -51,35 +65,21 @@ def _takes_warpgroups(config: Configuration) -> bool:
 
 def compilable(config: Configuration) -> Configuration:
     """``config``; with fewer rows, so that warps compute products by themselves, where no sound ptxas is there."""
-    if _takes_warpgroups(config) and is_suspect() and sound_path() is None:
+    if _takes_warpgroups(config) and is_suspect() and _compiler() is None:
         return config._replace(block_m=32)
     return config
 
 
-_lock = threading.Lock()
-_within = contextlib.ExitStack()
-_count = 0
-
-
 @contextlib.contextmanager
 def sound(config: Configuration) -> Iterator[dict[str, str]]:
-    """Within, triton compiles what is launched with ``config`` and the options that are handed out soundly. Several
-    threads may be within at the same time; what others compile meanwhile, the same ptxas does."""
-    global _count
-    path = sound_path()
-    if path is None or not (_takes_warpgroups(config) and is_suspect()):
+    """Within, this thread compiles soundly what it launches with ``config`` and the options that are handed out."""
+    if not (_takes_warpgroups(config) and is_suspect() and _compiler()):
         yield {}
         return
-    with _lock:
-        if not _count:
-            _within.enter_context(triton.knobs.nvidia.scope())
-            triton.knobs.nvidia.ptxas = path
-        _count += 1
+    # They say nothing new to ptxas, and keep triton's cache from taking this kernel for one of the other ptxas.
+    given = triton.knobs.nvidia.ptxas_options
+    _thread.takes_other = True
     try:
-        # What ptxas does anyway: it keeps triton's cache from taking this kernel for one that the other compiled.
-        yield {"ptx_options": "--opt-level 3"}
+        yield {"ptx_options": f"{given} --verbose -v" if given else "--verbose -v"}
     finally:
-        with _lock:
-            _count -= 1
-            if not _count:
-                _within.close()
+        _thread.takes_other = False
