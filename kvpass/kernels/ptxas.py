@@ -29,9 +29,9 @@ def _is_sound(tool: Any) -> bool:
     return tuple(map(int, tool.version.split(".")[:2])) >= FIRST_SOUND
 
 
-@functools.cache
 def is_suspect() -> bool:
-    """Whether triton compiles for a Hopper GPU with a ptxas that is older than what is known to be sound."""
+    """Whether triton compiles for a Hopper GPU, the current one, with a ptxas that is older than what is known to be
+    sound."""
     if interpreting():
         return False
     target = triton.runtime.driver.active.get_current_target()
