@@ -74,7 +74,8 @@ def waits_first(cubin: bytes) -> bool:
 
 
 def undefined_registers(cubin: bytes) -> list[str]:
-    """Instructions that read a uniform register which no instruction above them writes."""
+    """Instructions that read a uniform register which no instruction above them writes. A register that was lost and
+    held something else before is not found."""
     written, found = {"UR63"}, []  # UR63 is zero
     sass = _dump(cubin, "--dump-sass")
     for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S.*?) *;", sass):

@@ -51,8 +51,8 @@ somewhere inside it: programs that walked the cache in step, a power of two apar
 kernel adds the parts up, always in the same order.
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
-buffers did not help: what hides latency is programs. Up to 16 of them fit a multiprocessor, and 8 or 12 are fastest
-(:func:`capacity`).
+buffers did not help: what hides latency is programs. Up to 16 of them fit a multiprocessor, and for most
+formats 8 or 12 are fastest (:func:`capacity`).
 
 Both kernels are launched while the one before them ends (programmatic dependent launch), and so are the store and the
 rotation, which in a model are what comes before the first. Each of these three waits for the one before it, and with it
@@ -146,8 +146,8 @@ def _program_bytes(head_dim: int, key: KVFormat, value: KVFormat) -> int:
 
 def reserved_kilobytes(program_bytes: int, device: Capacity, count: int) -> int:
     """How much shared memory each of ``count`` programs takes beyond what it needs, so that no multiprocessor runs more
-    than are wanted, or one more where kilobytes are too coarse. Programs that are launched early go where the kernel
-    before has ended, and it has not everywhere: without this some multiprocessors would get twice as many as others."""
+    than are wanted, or one more where kilobytes are too coarse. Programs that are launched early go where there is room
+    while the kernel before ends, and without this that is more of them on some multiprocessors than on others."""
     if count > device.wanted * device.multiprocessors:
         return 0
     needed = -(-(SHARED_BYTES // (device.wanted + 1) + 1 - program_bytes) // 1024)

@@ -59,13 +59,14 @@ def _compiler() -> ModuleType | None:
     return compiler
 
 
-def _takes_warpgroups(config: Configuration) -> bool:
-    return config.block_m % 64 == 0 and config.num_warps % 4 == 0
+def _is_at_risk(config: Configuration) -> bool:
+    """Whether triton has warpgroups compute the products, and what compiles them is suspect."""
+    return config.block_m % 64 == 0 and config.num_warps % 4 == 0 and is_suspect()
 
 
 def compilable(config: Configuration) -> Configuration:
     """``config``; with fewer rows, so that warps compute products by themselves, where no sound ptxas is there."""
-    if _takes_warpgroups(config) and is_suspect() and _compiler() is None:
+    if _is_at_risk(config) and _compiler() is None:
         return config._replace(block_m=32)
     return config
 
@@ -73,7 +74,7 @@ def compilable(config: Configuration) -> Configuration:
 @contextlib.contextmanager
 def sound(config: Configuration) -> Iterator[dict[str, str]]:
     """Within, this thread compiles soundly what it launches with ``config`` and the options that are handed out."""
-    if not (_takes_warpgroups(config) and is_suspect() and _compiler()):
+    if not (_is_at_risk(config) and _compiler()):
         yield {}
         return
     # They say nothing new to ptxas, and keep triton's cache from taking this kernel for one of the other ptxas.
