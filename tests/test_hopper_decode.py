@@ -207,6 +207,39 @@ def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()
 
 
+def long_padding(batch, heads, query_length, max_len, length):
+    hidden = torch.tensor([0, 40, 1100, length - 70, length - 1, length])[:, None, None, None]
+    return torch.arange(max_len) >= hidden
+
+
+def added_long_padding(*shape):
+    return torch.where(long_padding(*shape), 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
+
+
+@hopper
+@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("format", "mask", "keep"),
+    [
+        ("nvfp4", long_padding, 0),
+        ("fp8_e4m3", long_padding, 0),
+        ("fp8_e4m3", added_long_padding, 0),
+        ("nvfp4+centred+rotated+4over6", long_padding, 12),
+    ],
+)
+def test_long_padding_is_shared_out_and_not_read(monkeypatch, format, mask, keep, splits):
+    monkeypatch.setattr(hopper_decode, "split_count", lambda *args: splits)
+    case = Case(format, batch=6, length=3000, mask=mask, keep=keep)
+    case.check()
+    before = case.run()
+    for row, hidden in enumerate((0, 40, 1100, 2930, 2999, 3000)):
+        tiles = min(hidden // 32, 94 - splits)  # each share has a tile, be it hidden
+        case.value.codes[row, :, : 32 * tiles] = 0xFF
+        if case.value.block_scale is not None:
+            case.value.block_scale[row, :, :tiles] = 0xFF
+    assert before.isfinite().all() and torch.equal(case.run(), before)
+
+
 @hopper
 @pytest.mark.parametrize(("query_length", "group"), [(2, 4), (4, 3), (5, 8), (8, 16)])
 @pytest.mark.parametrize("causal", [True, False])

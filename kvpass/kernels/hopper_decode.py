@@ -46,9 +46,10 @@ A softcap takes the place of that factor of the scores; attention sinks join in 
 Splits
 ------
 The slots of one head are divided among ``splits`` programs, a number that depends on shapes and the device only; the
-length is read on the device, and shares differ by one tile at most. A program reads its share in order but starts
-somewhere inside it: programs that walked the cache in step, a power of two apart, made the memory 6% slower. A second
-kernel adds the parts up, always in the same order.
+length is read on the device, and shares differ by one tile at most. Tiles at the start that a row of the mask hides
+from all columns (left padding) are neither shared out nor read: each program looks for the first that is not. A program
+reads its share in order but starts somewhere inside it: programs that walked the cache in step, a power of two apart,
+made the memory 6% slower. A second kernel adds the parts up, always in the same order.
 
 While a program works on one tile, asynchronous copies bring the next one into its other buffer, packed as it is. More
 buffers did not help: what hides latency is programs. Up to 16 of them fit a multiprocessor, and for most
@@ -313,8 +314,8 @@ def attention(
     """Attention of a few query tokens to a quantized cache, as :func:`kvpass.ops.attention` has it.
 
     Rotations are the caller's: what is read is K and V as they are stored. K's centre is left out. Where K is rotated,
-    the kernel launched right before this must have waited for what wrote K, V and ``positions``, as the query's
-    rotation has: this one reads them before it waits for that.
+    the kernel launched right before this must have waited for what wrote K, V, ``mask`` and ``positions``, as the
+    query's rotation has: this one reads them before it waits for that.
 
     Args:
         query: ``[batch, kv_heads * group, query_length, head_dim]`` fp16, bf16, or fp32 where it is rotated.

@@ -25,6 +25,7 @@ from kvpass.kernels.hopper_operands import (
     LOG2E,
     is_not_kept,
     lane_sum,
+    leading_hidden_tiles,
     load_added,
     load_mask,
     load_row_scales,
@@ -163,9 +164,13 @@ def decode_kernel(
     length = (gl.load(positions + (QUERY_LENGTH - 1)) + 1).to(gl.int32)
     tiles = (length + 31) // 32
     used = gl.minimum(splits, tiles)
-    share = tiles // gl.maximum(used, 1)
-    larger = tiles - share * used  # shares that have a tile more: the first ones
-    start = split * share + gl.minimum(split, larger)
+    mask_row = positions if MASK == "none" else mask + (head // kv_heads).to(gl.int64) * mask_stride_batch
+    hidden = 0  # tiles at the start that are not read, such as those of left padding; each share keeps a tile
+    if MASK == "row" or MASK == "added row":
+        hidden = gl.minimum(leading_hidden_tiles(mask_row, mask_stride_slot, length, max_len), tiles - used)
+    share = (tiles - hidden) // gl.maximum(used, 1)
+    larger = tiles - hidden - share * used  # shares that have a tile more: the first ones
+    start = hidden + split * share + gl.minimum(split, larger)
     stop = start + share + gl.where(split < larger, 1, 0)
     if (split < used) & (length <= max_len):
         # The first copies start before anything else.
@@ -221,7 +226,6 @@ def decode_kernel(
         if CAUSAL:
             limit = (gl.load(positions + query_row % QUERY_LENGTH) + 1).to(gl.int32)
             open_until = (gl.load(positions) + 1).to(gl.int32)
-        mask_row = positions if MASK == "none" else mask + batch.to(gl.int64) * mask_stride_batch
         mask_column = gl.full([COLUMNS], 0, gl.int64, gl.SliceLayout(0, ACCUMULATOR))
         if MASK == "columns" or MASK == "added columns":
             mask_column += (kv_head * GROUP + query_row // QUERY_LENGTH).to(gl.int64) * mask_stride_head

@@ -330,6 +330,24 @@ def load_added(row, stride, slot, length):
 
 
 @gluon.jit
+def leading_hidden_tiles(row, stride, length, max_len):
+    """How many tiles one row of the mask hides altogether before the first that it does not."""
+    STEP: gl.constexpr = 1024
+    slot = gl.arange(0, STEP, gl.BlockedLayout([16], [32], [1], [0]))
+    begin = 0
+    first = STEP
+    while (first == STEP) & (begin < length):
+        cell = gl.load(row + (begin + slot) * stride, mask=begin + slot < max_len, other=0)
+        if row.dtype.element_ty.is_floating():
+            seen = cell > -1e30
+        else:
+            seen = cell != 0
+        first = gl.min(gl.where(seen, slot, STEP), axis=0)
+        begin += STEP
+    return (begin - STEP + first) // 32
+
+
+@gluon.jit
 def newest_tiles(kept_slots, KEEP: gl.constexpr):
     """The first and the last tile with a slot from ``KEEP`` on that is kept in bf16."""
     row = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
