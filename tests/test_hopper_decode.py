@@ -179,7 +179,7 @@ def test_groups(group):
 
 
 @hopper
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -193,7 +193,7 @@ def test_formats(key, value, head_dim):
 
 
 @hopper
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
 @pytest.mark.parametrize("key", ["mxfp4", "nvfp4", "fp8_e4m3"])
 @pytest.mark.parametrize(("length", "mask"), [(31, None), (333, None), (333, left_padding), (4096, None)])
 def test_blocks_of_32(key, head_dim, length, mask):
@@ -409,6 +409,7 @@ def test_transforms_and_kept_slots(key, value, keep):
     for length in (3, 33, 500):
         Case(key, value, length=length, keep=keep).check()
         Case(key, value, length=length, keep=keep, head_dim=64, group=3, mask=left_padding).check()
+        Case(key, value, length=length, keep=keep, head_dim=96, group=1).check()
     Case(key, value, length=300, query_length=3, causal=True, keep=keep).check()
     Case(key, value, length=300, query_length=2, mask=of_every_row, keep=keep, head_dim=256).check()
 
@@ -423,10 +424,16 @@ def test_rows_that_see_nothing_are_zero_with_a_centre_too():
 
 
 @pytest.mark.parametrize(
-    ("length", "causal", "masked", "splits"),
-    [(20, False, False, 1), (3, False, False, 5), (7, True, True, 1), (70, False, True, 2), (150, True, False, 4)],
+    ("length", "causal", "masked", "splits", "dim"),
+    [
+        (20, False, False, 1, 64),
+        (3, False, False, 5, 64),
+        (7, True, True, 1, 96),
+        (70, False, True, 2, 96),
+        (150, True, False, 4, 64),
+    ],
 )
-def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked, splits):
+def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch, length, causal, masked, splits, dim):
     """The second kernel alone, in triton's interpreter, with parts worked out here."""
     import triton
 
@@ -434,7 +441,7 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
         pytest.skip("needs triton's interpreter")
     monkeypatch.setattr(hopper_kernels.tl.extra.cuda, "gdc_wait", lambda *args, **kwargs: None)
     torch.manual_seed(0)
-    batch, kv_heads, group, tokens, dim, keep = 2, 2, 2, 2, 64, 4
+    batch, kv_heads, group, tokens, keep = 2, 2, 2, 2, 4
     rows, scale, unpacked = group * tokens, 0.125, 2.0**14
     key, value = torch.randn(2, batch, kv_heads, length, dim)
     kept_key, kept_value = (torch.full((batch, kv_heads, keep, dim), torch.nan).bfloat16() for _ in range(2))
@@ -454,24 +461,25 @@ def test_the_combination_weighs_kept_slots_and_adds_centre_and_sinks(monkeypatch
     scores = query.unflatten(1, (kv_heads, group)) @ key[:, :, None].mT * (scale * 1.4426950408889634)
     visible = mask[:, None] & (torch.arange(length) <= positions[:, None] if causal else True)
     scores = scores.masked_fill(~visible | is_kept, -torch.inf).flatten(2, 3)  # of what the first kernel sees
-    parts = torch.full((batch, kv_heads, splits, rows, dim), torch.nan)
+    width = triton.next_power_of_2(dim)
+    parts = torch.full((batch, kv_heads, splits, rows, width), torch.nan)
     statistics = torch.full((batch, kv_heads, splits, rows, 2), torch.nan)
     tiles = torch.arange((length + 31) // 32).tensor_split(min(splits, (length + 31) // 32))
     for split, share in enumerate(tiles):  # of which the first are a tile larger; what no share is for stays NaN
         part = scores.masked_fill(~torch.isin(torch.arange(length) // 32, share), -torch.inf)
         largest = part.amax(-1).clamp(min=-1e30)
         p = torch.exp2(part - largest[..., None])
-        parts[:, :, split] = p @ value / (unpacked * tensor_scale.view(-1, 1, 1))
+        parts[:, :, split, :, :dim] = p @ value / (unpacked * tensor_scale.view(-1, 1, 1))
         statistics[:, :, split] = torch.stack([largest, p.sum(-1)], -1)
     sees = visible[:, :, 0].any(-1, keepdim=True)  # of each batch row and query token
     shift = centre.repeat_interleave(group, 0)[None, :, None] * sees
     for sinks, given, added in ((None, centre, shift), (torch.linspace(-2, 3, kv_heads * group), None, 0.0)):
         out = torch.full((batch, kv_heads * group, tokens, dim), torch.nan)
-        hopper_kernels.combine_kernel[(batch * kv_heads * rows, 2)](
+        hopper_kernels.combine_kernel[(batch * kv_heads * rows, dim // 32)](
             parts, statistics, out, tensor_scale, given, sinks, positions, 160, splits, kv_heads, unpacked,
             query, kept_key, kept_value, kept_slots, mask if masked else None, scale, *query.stride()[:3],
             mask.stride(0), 0, mask.stride(2), mask.stride(3),
-            QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=dim,
+            QUERY_LENGTH=tokens, ROWS=rows, HEAD_DIM=width, HELD=dim,
             BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_DIM=32, TENSOR_SCALE=True,
             CAUSAL=causal, KEEP=keep, KEEP_AT_ONCE=2,
         )  # fmt: skip
@@ -491,6 +499,7 @@ def shapes(**changes):
 def test_supported_shapes():
     assert hopper_decode.supports_shapes(*shapes()) is None
     assert hopper_decode.supports_shapes(*shapes(group=16, query_length=8, head_dim=256)) is None
+    assert hopper_decode.supports_shapes(*shapes(key="mxfp4", head_dim=96)) is None
     assert hopper_decode.supports_shapes(*shapes(mask=torch.ones(1, 1, 1, 32, dtype=torch.bool))) is None
     assert hopper_decode.supports_shapes(*shapes(mask=torch.zeros(1, 1, 1, 32))) is None
 
@@ -502,7 +511,8 @@ def test_supported_shapes():
         ({"key": "bf16"}, "codec bf16"),
         ({"key": "fp4_mx_block16", "dtype": torch.float16}, "computes in bfloat16"),
         ({"key": "mxfp4", "head_dim": 64}, "has blocks of 32"),
-        ({"head_dim": 96}, "head_dim 96"),
+        ({"head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 288}, "head_dim 288"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),
         ({"mask": torch.zeros(1, 1, 1, 32, dtype=torch.int32)}, "mask is torch.int32"),
@@ -571,6 +581,9 @@ COMPILED_SHAPES = [
     ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), False, 12),
     ("int8+rotated", 64, 1, 4096, 3, None, False, 0),
     ("int8", 128, 32, 8192, 4, (32, 1, 1, 8192), True, 0),
+    ("nvfp4+rotated", 96, 8, 8192, 1, None, False, 12),
+    ("fp8_e4m3", 96, 8, 8192, 1, (8, 1, 1, 8192), False, 0),
+    ("fp8_e4m3", 192, 8, 8192, 2, None, False, 0),
 ]
 
 
@@ -592,7 +605,7 @@ def compile_without_gpu() -> None:
         hopper_decode.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name, **extras)
         spilled.append([spilled_bytes(kernel.asm["cubin"]) for kernel in compiled])
         fmt, program = get_format(name), compiled[0].metadata.shared + hopper_decode.SHARED_BYTES_PER_PROGRAM
-        wanted = hopper_decode.capacity(head_dim, fmt, fmt, 128, 132).wanted
+        wanted = hopper_decode.capacity(1 << (head_dim - 1).bit_length(), fmt, fmt, 128, 132).wanted
         room.append((min(16, hopper_decode.SHARED_BYTES // program), wanted))
     print(json.dumps([spilled, room]))
 

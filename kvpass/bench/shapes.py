@@ -103,6 +103,7 @@ ATTENTION_SHAPES: dict[str, AttentionShape] = {
     "query-4": AttentionShape(batch=32, kv_heads=8, group=4, head_dim=128, tokens=8192, query=4),
     "d64-g3": AttentionShape(batch=32, kv_heads=3, group=3, head_dim=64, tokens=16384),
     "d64-g4": AttentionShape(batch=32, kv_heads=8, group=4, head_dim=64, tokens=16384),
+    "d96-g1": AttentionShape(batch=8, kv_heads=32, group=1, head_dim=96, tokens=8192),
     "d256-g2": AttentionShape(batch=32, kv_heads=4, group=2, head_dim=256, tokens=8192),
     "tiny": AttentionShape(batch=2, kv_heads=2, group=2, head_dim=64, tokens=80),
 }

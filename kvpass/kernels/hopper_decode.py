@@ -34,6 +34,9 @@ exchanged. K, V, their scales, the probabilities and the mask all use it. Tiled 
 ``32 b + 8 (p >> 1 & 3) + 2 (p >> 3) + (p & 1)``, so that the scales a lane needs for V are 8 neighbouring bytes, and
 those it needs for K are every other byte of 8.
 
+In shared memory and registers rows are a power of two wide. Where head_dim is not, the rest is zeros, which are
+computed with but neither stored in the cache nor read from it.
+
 Arithmetic
 ----------
 Codes are decoded to fp16 and multiplied by their e4m3 block scale there, which is exact; e2m1 comes out as value times
@@ -95,9 +98,9 @@ def _device(index: int) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def _tile_bytes(fmt: KVFormat, head_dim: int) -> int:
+def _tile_bytes(fmt: KVFormat, width: int) -> int:
     """Bytes of a tile that are copied to shared memory: codes and block scales. A row's one scale goes to registers."""
-    return TILE * (fmt.code_width(head_dim) + (0 if fmt.block == WHOLE_HEAD else fmt.scale_width(head_dim)))
+    return TILE * (fmt.code_width(width) + (0 if fmt.block == WHOLE_HEAD else fmt.scale_width(width)))
 
 
 def _factor_left(value: KVFormat) -> float:
@@ -123,8 +126,8 @@ class Capacity(NamedTuple):
     multiprocessors: int
 
 
-def capacity(head_dim: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Capacity:
-    """Programs of a device, with as many registers a lane.
+def capacity(width: int, key: KVFormat, value: KVFormat, registers: int, multiprocessors: int) -> Capacity:
+    """Programs of a device, with as many registers a lane. ``width`` is head_dim, up to the next power of two.
 
     Memory bounds what reads fp8: it is slower the more programs are reading, 8 are enough, and multiprocessors should
     have equally many. Instructions bound the others: each of four schedulers takes as long as it has programs, and
@@ -132,17 +135,17 @@ def capacity(head_dim: int, key: KVFormat, value: KVFormat, registers: int, mult
     (head_dim 64) or takes many instructions (e8m0 block scales).
     """
     formats = (key, value)
-    resident = min(REGISTERS // (32 * registers), SHARED_BYTES // _program_bytes(head_dim, key, value))
+    resident = min(REGISTERS // (32 * registers), SHARED_BYTES // _program_bytes(width, key, value))
     if any(fmt.codec in ("e4m3", "e5m2") for fmt in formats):
         wanted, balanced = 8, 1
     else:
-        wanted, balanced = (16 if head_dim == 64 or any(fmt.block_scale == "e8m0" for fmt in formats) else 12), 4
+        wanted, balanced = (16 if width == 64 or any(fmt.block_scale == "e8m0" for fmt in formats) else 12), 4
     return Capacity(resident, min(wanted, resident), balanced, multiprocessors)
 
 
-def _program_bytes(head_dim: int, key: KVFormat, value: KVFormat) -> int:
+def _program_bytes(width: int, key: KVFormat, value: KVFormat) -> int:
     """Shared memory of a program: its two buffers."""
-    return 2 * (_tile_bytes(key, head_dim) + _tile_bytes(value, head_dim)) + SHARED_BYTES_PER_PROGRAM
+    return 2 * (_tile_bytes(key, width) + _tile_bytes(value, width)) + SHARED_BYTES_PER_PROGRAM
 
 
 def reserved_kilobytes(program_bytes: int, device: Capacity, count: int) -> int:
@@ -251,12 +254,12 @@ def supports_shapes(
     for fmt in (key, value):
         if fmt.codec not in ("e2m1", "e4m3", "e5m2", "int8"):
             return f"codec {fmt.codec} of format {fmt.name!r}; takes e2m1, e4m3, e5m2 and int8"
-        if fmt.block not in (0, 16, WHOLE_HEAD) and not (fmt.block == 32 and head_dim >= 128):
-            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16, whole heads, and 32 from head_dim 128"
+        if fmt.block not in (0, 16, WHOLE_HEAD) and not (fmt.block == 32 and head_dim > 64):
+            return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16, whole heads, and 32 above head_dim 64"
         if fmt.block_scale == "e8m0" and query.dtype != torch.bfloat16:
             return f"format {fmt.name!r} computes in bfloat16, query is {query.dtype}"
-    if head_dim not in (64, 128, 256) or value_dim != head_dim:
-        return f"head_dim {head_dim} of K, {value_dim} of V; takes 64, 128 and 256, both alike"
+    if head_dim not in range(64, 257, 32) or value_dim != head_dim:
+        return f"head_dim {head_dim} of K, {value_dim} of V; takes multiples of 32 from 64 to 256, both alike"
     if query_length > 8 or group > 16:
         return f"{query_length} query tokens and a GQA group of {group}; takes up to 8 and 16"
     if mask is not None and (mask.dtype not in MASK_DTYPES or mask.dim() != 4):
@@ -337,9 +340,10 @@ def attention(
     kv_heads, max_len = key_codes.shape[1:3]
     group = heads // kv_heads
     rows = group * query_length
-    columns = 8 if rows <= 8 or head_dim == 256 else 16
+    width = triton.next_power_of_2(head_dim)
+    columns = 8 if rows <= 8 or width == 256 else 16
     row_tiles = triton.cdiv(rows, columns)
-    registers = 128 if head_dim * columns <= 1024 else 168  # of a lane: 16 or 12 programs on a multiprocessor
+    registers = 128 if width * columns <= 1024 else 168  # of a lane: 16 or 12 programs on a multiprocessor
     mask_kind, mask_strides = "none", (0, 0, 0, 0)
     if mask is not None:
         mask_strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -347,15 +351,15 @@ def attention(
         mask_kind = mask_kind if mask.dtype == torch.bool else f"added {mask_kind}"
 
     multiprocessors = _device(query.device.index)[1]
-    device, reductions = capacity(head_dim, key, value, registers, multiprocessors), batch * kv_heads * row_tiles
+    device, reductions = capacity(width, key, value, registers, multiprocessors), batch * kv_heads * row_tiles
     splits = split_count(reductions, max_len, device)
-    reserved = reserved_kilobytes(_program_bytes(head_dim, key, value), device, reductions * splits)
-    partial = query.new_empty(batch * kv_heads * splits * rows * head_dim, dtype=torch.float32)
+    reserved = reserved_kilobytes(_program_bytes(width, key, value), device, reductions * splits)
+    partial = query.new_empty(batch * kv_heads * splits * rows * width, dtype=torch.float32)
     statistics = query.new_empty(batch * kv_heads * splits * rows * 2, dtype=torch.float32)
     out = query.new_empty(batch, heads, query_length, head_dim) if out is None else out
     keep = 0 if key_kept is None else key_kept.shape[2]
     block_splits = triton.next_power_of_2(splits)
-    block_dim = max(8, min(head_dim, 16384 // block_splits))
+    block_dim = max(8, min(head_dim & -head_dim, 16384 // block_splits))
     while block_dim > 16 and batch * heads * query_length * head_dim // block_dim < 2 * multiprocessors:
         block_dim //= 2  # few programs would read the parts at a fraction of the bandwidth
     with torch.cuda.device_of(query):
@@ -378,7 +382,8 @@ def attention(
             kv_heads,
             *query.stride()[:3],
             *mask_strides,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=width,
+            HELD=head_dim,
             GROUP=group,
             QUERY_LENGTH=query_length,
             COLUMNS=columns,
@@ -420,7 +425,8 @@ def attention(
             *mask_strides,
             QUERY_LENGTH=query_length,
             ROWS=rows,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=width,
+            HELD=head_dim,
             BLOCK_SPLITS=block_splits,
             BLOCK_DIM=block_dim,
             TENSOR_SCALE=value.tensor_scale,

@@ -43,58 +43,69 @@ _start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 
 @gluon.jit
-def _copy_rows(buffer, codes, tile, length, WORDS: gl.constexpr):
-    """Start copying a tile of codes; rows from ``length`` on become zero and are not read."""
+def _copy_rows(buffer, codes, tile, length, WORDS: gl.constexpr, HELD: gl.constexpr):
+    """Start copying a tile of codes, of which the cache has HELD words a row. Other words, and rows from ``length`` on,
+    become zero and are not read."""
     layout: gl.constexpr = copy_layout(WORDS)
     position = gl.arange(0, 32, gl.SliceLayout(1, layout))
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     # What differs between the copies of one lane is added last, so that it becomes part of the instruction.
-    at = codes + tile * (32 * WORDS) + (slot_of(position & 7) * WORDS)[:, None] + word[None, :]
-    at += ((position & 24) * WORDS)[:, None]
+    at = codes + tile * (32 * HELD) + (slot_of(position & 7) * HELD)[:, None] + word[None, :]
+    at += ((position & 24) * HELD)[:, None]
     if (tile + 1) * 32 <= length:
-        _start_copy(buffer, at)
+        if HELD == WORDS:
+            _start_copy(buffer, at)
+        else:
+            _start_copy(buffer, at, mask=(word < HELD)[None, :])
     else:
-        _start_copy(buffer, at, mask=(tile * 32 + slot_of(position) < length)[:, None])
+        _start_copy(buffer, at, mask=(tile * 32 + slot_of(position) < length)[:, None] & (word < HELD)[None, :])
 
 
 @gluon.jit
-def _copy_scales(buffer, scales, tile, BLOCKS: gl.constexpr):
-    """Start copying a tile of block scales."""
+def _copy_scales(buffer, scales, tile, BLOCKS: gl.constexpr, HELD: gl.constexpr):
+    """Start copying a tile of block scales, HELD a row; other ones become zero."""
     layout: gl.constexpr = scale_copy_layout(BLOCKS)
     block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    _start_copy(buffer, scales + tile * (8 * BLOCKS) + (block * 8 + pair * 2 + word))
+    at = scales + tile * (8 * HELD) + (block * 8 + pair * 2 + word)
+    if HELD == BLOCKS:
+        _start_copy(buffer, at)
+    else:
+        _start_copy(buffer, at, mask=block < HELD)
 
 
 @gluon.jit
 def _copy_tile(
     key, key_scales, value, value_scales, buffer, key_codes, key_block_scale, value_codes, value_block_scale,
     tile, length,
+    HEAD_DIM: gl.constexpr, HELD: gl.constexpr,
     K_WORDS: gl.constexpr, K_BLOCKS: gl.constexpr, V_WORDS: gl.constexpr, V_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Start copying one tile of K, V and their scales into buffer 0 or 1, as one group."""
-    _copy_rows(key.index(buffer), key_codes, tile, length, K_WORDS)
-    _copy_rows(value.index(buffer), value_codes, tile, length, V_WORDS)
+    _copy_rows(key.index(buffer), key_codes, tile, length, K_WORDS, K_WORDS * HELD // HEAD_DIM)
+    _copy_rows(value.index(buffer), value_codes, tile, length, V_WORDS, V_WORDS * HELD // HEAD_DIM)
     if K_BLOCKS:
-        _copy_scales(key_scales.index(buffer), key_block_scale, tile, K_BLOCKS)
+        _copy_scales(key_scales.index(buffer), key_block_scale, tile, K_BLOCKS, K_BLOCKS * HELD // HEAD_DIM)
     if V_BLOCKS:
-        _copy_scales(value_scales.index(buffer), value_block_scale, tile, V_BLOCKS)
+        _copy_scales(value_scales.index(buffer), value_block_scale, tile, V_BLOCKS, V_BLOCKS * HELD // HEAD_DIM)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _load_query(
     query, rows_used, row0, stride_head, stride_token,
-    HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, QUERY_LENGTH: gl.constexpr, WORDS: gl.constexpr,
-    CODEC: gl.constexpr, WIDE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr, QUERY_LENGTH: gl.constexpr,
+    WORDS: gl.constexpr, CODEC: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The query rows of this program as B operand, and [COLUMNS] fp32 powers of two that multiply their scores back."""
     layout: gl.constexpr = query_layout(WORDS, HEAD_DIM, COLUMNS)
     row = row0 + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     start = (row // QUERY_LENGTH) * stride_head + (row % QUERY_LENGTH) * stride_token
-    x = gl.load(query + start[:, None] + dim[None, :], mask=(row < rows_used)[:, None], other=0.0)
+    x = gl.load(
+        query + start[:, None] + dim[None, :], mask=(row < rows_used)[:, None] & (dim < HELD)[None, :], other=0.0
+    )
     if WIDE:
         x = x.to(gl.bfloat16)
         power = gl.full([COLUMNS], 1.0, gl.float32, gl.SliceLayout(1, layout))
@@ -137,7 +148,8 @@ def decode_kernel(
     partial, statistics, softmax_scale, softcap, max_len, splits, kv_heads,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
-    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HELD: gl.constexpr,
+    GROUP: gl.constexpr, QUERY_LENGTH: gl.constexpr, COLUMNS: gl.constexpr,
     K_CODEC: gl.constexpr, K_SCALE: gl.constexpr, K_BLOCK: gl.constexpr, K_TENSOR_SCALE: gl.constexpr,
     V_CODEC: gl.constexpr, V_SCALE: gl.constexpr, V_BLOCK: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, KEEP: gl.constexpr, ROTATED: gl.constexpr, RESERVED: gl.constexpr,
@@ -145,7 +157,8 @@ def decode_kernel(
     """One warp: one KV head, one share of the slots, one tile of query rows. See :func:`attention` for the tensors.
 
     ``MASK`` is "none", "row" (one row of the mask for all columns) or "columns", or one of the latter two with "added"
-    before it, where the mask is added to the scores. The grid is (batch * kv_heads, splits, tiles of query rows).
+    before it, where the mask is added to the scores. The cache has HELD dimensions; those up to HEAD_DIM, a power of
+    two, are taken to be zero. The grid is (batch * kv_heads, splits, tiles of query rows).
     """
     if not ROTATED:
         tl.extra.cuda.gdc_wait()
@@ -177,10 +190,10 @@ def decode_kernel(
         tile = start + (head * 5 + split * 11) % (stop - start)
         row = head.to(gl.int64) * max_len
         scale_tile = head.to(gl.int64) * ((max_len + 31) // 32)
-        k_codes = key_codes.to(gl.pointer_type(gl.int32)) + row * K_WORDS
-        v_codes = value_codes.to(gl.pointer_type(gl.int32)) + row * V_WORDS
-        k_block_scale = key_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * K_BLOCKS)
-        v_block_scale = value_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * V_BLOCKS)
+        k_codes = key_codes.to(gl.pointer_type(gl.int32)) + row * (K_WORDS * HELD // HEAD_DIM)
+        v_codes = value_codes.to(gl.pointer_type(gl.int32)) + row * (V_WORDS * HELD // HEAD_DIM)
+        k_block_scale = key_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * K_BLOCKS * HELD // HEAD_DIM)
+        v_block_scale = value_block_scale.to(gl.pointer_type(gl.int32)) + scale_tile * (8 * V_BLOCKS * HELD // HEAD_DIM)
         key = gl.allocate_shared_memory(gl.int32, [2, 32, K_WORDS], key_shared(K_WORDS))
         value = gl.allocate_shared_memory(gl.int32, [2, 32, V_WORDS], value_shared(V_WORDS))
         key_scales = key
@@ -193,7 +206,7 @@ def decode_kernel(
             reserved = gl.allocate_shared_memory(gl.int32, [RESERVED, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         _copy_tile(
             key, key_scales, value, value_scales, 0, k_codes, k_block_scale, v_codes, v_block_scale,
-            tile, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
+            tile, length, HEAD_DIM, HELD, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
         )  # fmt: skip
 
         if ROTATED:  # by a kernel that this one was launched behind, and that the next one may read the result of too
@@ -204,7 +217,7 @@ def decode_kernel(
         q, factor = _load_query(
             query + batch.to(gl.int64) * query_stride_batch + (kv_head * GROUP).to(gl.int64) * query_stride_head,
             ROWS, row0, query_stride_head, query_stride_token,
-            HEAD_DIM, COLUMNS, QUERY_LENGTH, K_WORDS, K_CODEC, K_WIDE,
+            HEAD_DIM, HELD, COLUMNS, QUERY_LENGTH, K_WORDS, K_CODEC, K_WIDE,
         )  # fmt: skip
         if K_CODEC == "e2m1" and not K_WIDE:
             softmax_scale = softmax_scale * UNPACKED
@@ -265,7 +278,7 @@ def decode_kernel(
             if step + 1 < stop:
                 _copy_tile(
                     key, key_scales, value, value_scales, 1 - buffer, k_codes, k_block_scale, v_codes, v_block_scale,
-                    following, length, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
+                    following, length, HEAD_DIM, HELD, K_WORDS, K_BLOCKS, V_WORDS, V_BLOCKS,
                 )  # fmt: skip
             scores = score_tile(
                 key.index(buffer), key_scales.index(buffer), q, HEAD_DIM, K_CODEC, K_SCALE, K_WORDS, K_BLOCKS
@@ -334,7 +347,7 @@ def combine_kernel(
     query, key_kept, value_kept, kept_slots, mask, softmax_scale,
     query_stride_batch, query_stride_head, query_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_token, mask_stride_slot,
-    QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HELD: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr, TENSOR_SCALE: tl.constexpr,
     CAUSAL: tl.constexpr, KEEP: tl.constexpr, KEEP_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -358,7 +371,9 @@ def combine_kernel(
         query_head = head % kv_heads * (ROWS // QUERY_LENGTH) + row // QUERY_LENGTH
         every = tl.arange(0, HEAD_DIM)
         start = batch * query_stride_batch + query_head * query_stride_head + token * query_stride_token
-        q = tl.load(query + start + every).to(tl.float32) * (softmax_scale * 1.4426950408889634)
+        q = tl.load(query + start + every, mask=every < HELD, other=0.0).to(tl.float32) * (
+            softmax_scale * 1.4426950408889634
+        )
         limit = (tl.load(positions + token) + 1).to(tl.int32) if CAUSAL else length
         for first in range(0, KEEP, KEEP_AT_ONCE):
             place = first + tl.arange(0, KEEP_AT_ONCE)
@@ -367,8 +382,9 @@ def combine_kernel(
             if mask is not None:
                 cell = mask + batch * mask_stride_batch + query_head * mask_stride_head + token * mask_stride_token
                 visible &= tl.load(cell + slot.to(tl.int64) * mask_stride_slot, mask=visible, other=0) != 0
-            kept = ((head.to(tl.int64) * KEEP + place) * HEAD_DIM)[:, None]
-            k = tl.load(key_kept + kept + every[None, :], mask=visible[:, None], other=0.0).to(tl.float32)
+            kept = ((head.to(tl.int64) * KEEP + place) * HELD)[:, None]
+            is_held = visible[:, None] & (every < HELD)[None, :]
+            k = tl.load(key_kept + kept + every[None, :], mask=is_held, other=0.0).to(tl.float32)
             v = tl.load(value_kept + kept + dim[None, :], mask=visible[:, None], other=0.0).to(tl.float32)
             score = tl.where(visible, tl.sum(q[None, :] * k, axis=1), float("-inf"))
             raised = tl.maximum(kept_max, tl.max(score, axis=0))
@@ -403,7 +419,7 @@ def combine_kernel(
         result += (kept_weight / factor) * kept_sum
     result = result * (factor / total)
     if value_centre is not None:
-        result += tl.load(value_centre + head % kv_heads * HEAD_DIM + dim)
+        result += tl.load(value_centre + head % kv_heads * HELD + dim)
     result = tl.where(total == 0.0, 0.0, result)
     result = tl.where(length > max_len, float("nan"), result)
-    tl.store(out + tl.program_id(0).to(tl.int64) * HEAD_DIM + dim, result.to(out.dtype.element_ty))
+    tl.store(out + tl.program_id(0).to(tl.int64) * HELD + dim, result.to(out.dtype.element_ty))
