@@ -170,16 +170,19 @@ def decode_kernel(
     K_WIDE: gl.constexpr = K_SCALE == "e8m0"
     ROWS: gl.constexpr = GROUP * QUERY_LENGTH
     IS_ADDED: gl.constexpr = MASK == "added row" or MASK == "added columns"
+    ONE_ROW: gl.constexpr = MASK == "row" or MASK == "added row"
     head = gl.program_id(0)
     split = gl.program_id(1)
     row0 = gl.program_id(2) * COLUMNS
+    if ONE_ROW:  # shares of one sequence, which may be longer than others, go to different schedulers
+        head = (head + split * (gl.num_programs(0) * 5 // 8)) % gl.num_programs(0)
 
     length = (gl.load(positions + (QUERY_LENGTH - 1)) + 1).to(gl.int32)
     tiles = (length + 31) // 32
     used = gl.minimum(splits, tiles)
     mask_row = positions if MASK == "none" else mask + (head // kv_heads).to(gl.int64) * mask_stride_batch
     hidden = 0  # tiles at the start that are not read, such as those of left padding; each share keeps a tile
-    if MASK == "row" or MASK == "added row":
+    if ONE_ROW:
         hidden = gl.minimum(leading_hidden_tiles(mask_row, mask_stride_slot, length, max_len), tiles - used)
     share = (tiles - hidden) // gl.maximum(used, 1)
     larger = tiles - hidden - share * used  # shares that have a tile more: the first ones

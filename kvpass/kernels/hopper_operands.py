@@ -330,21 +330,26 @@ def load_added(row, stride, slot, length):
 
 
 @gluon.jit
+def _first_seen(row, stride, begin, max_len, COUNT: gl.constexpr):
+    """The first of COUNT slots from ``begin`` on that one row of the mask does not hide; their end if it hides all."""
+    slot = begin + gl.arange(0, COUNT, gl.BlockedLayout([min(16, COUNT // 32)], [32], [1], [0]))
+    cell = gl.load(row + slot * stride, mask=slot < max_len, other=0)
+    if row.dtype.element_ty.is_floating():
+        seen = cell > -1e30
+    else:
+        seen = cell != 0
+    return gl.min(gl.where(seen, slot, begin + COUNT), axis=0)
+
+
+@gluon.jit
 def leading_hidden_tiles(row, stride, length, max_len):
     """How many tiles one row of the mask hides altogether before the first that it does not."""
-    STEP: gl.constexpr = 1024
-    slot = gl.arange(0, STEP, gl.BlockedLayout([16], [32], [1], [0]))
-    begin = 0
-    first = STEP
-    while (first == STEP) & (begin < length):
-        cell = gl.load(row + (begin + slot) * stride, mask=begin + slot < max_len, other=0)
-        if row.dtype.element_ty.is_floating():
-            seen = cell > -1e30
-        else:
-            seen = cell != 0
-        first = gl.min(gl.where(seen, slot, STEP), axis=0)
-        begin += STEP
-    return (begin - STEP + first) // 32
+    end = 128  # of what was looked at: little at first, since most rows hide nothing
+    first = _first_seen(row, stride, 0, max_len, 128)
+    while (first == end) & (end < length):
+        first = _first_seen(row, stride, end, max_len, 1024)
+        end += 1024
+    return first // 32
 
 
 @gluon.jit
