@@ -179,7 +179,7 @@ def test_groups(group):
 
 
 @hopper
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -511,8 +511,8 @@ def test_supported_shapes():
         ({"key": "bf16"}, "codec bf16"),
         ({"key": "fp4_mx_block16", "dtype": torch.float16}, "computes in bfloat16"),
         ({"key": "mxfp4", "head_dim": 64}, "has blocks of 32"),
-        ({"head_dim": 80}, "head_dim 80"),
-        ({"head_dim": 288}, "head_dim 288"),
+        ({"head_dim": 48}, "head_dim 48"),
+        ({"head_dim": 272}, "head_dim 272"),
         ({"group": 17}, "GQA group of 17"),
         ({"query_length": 9}, "9 query tokens"),
         ({"mask": torch.zeros(1, 1, 1, 32, dtype=torch.int32)}, "mask is torch.int32"),
@@ -584,6 +584,7 @@ COMPILED_SHAPES = [
     ("nvfp4+rotated", 96, 8, 8192, 1, None, False, 12),
     ("fp8_e4m3", 96, 8, 8192, 1, (8, 1, 1, 8192), False, 0),
     ("fp8_e4m3", 192, 8, 8192, 2, None, False, 0),
+    ("nvfp4", 80, 8, 8192, 1, None, False, 0),
 ]
 
 

@@ -258,8 +258,8 @@ def supports_shapes(
             return f"format {fmt.name!r} has blocks of {fmt.block}; takes 16, whole heads, and 32 above head_dim 64"
         if fmt.block_scale == "e8m0" and query.dtype != torch.bfloat16:
             return f"format {fmt.name!r} computes in bfloat16, query is {query.dtype}"
-    if head_dim not in range(64, 257, 32) or value_dim != head_dim:
-        return f"head_dim {head_dim} of K, {value_dim} of V; takes multiples of 32 from 64 to 256, both alike"
+    if head_dim not in range(64, 257, 16) or value_dim != head_dim:
+        return f"head_dim {head_dim} of K, {value_dim} of V; takes multiples of 16 from 64 to 256, both alike"
     if query_length > 8 or group > 16:
         return f"{query_length} query tokens and a GQA group of {group}; takes up to 8 and 16"
     if mask is not None and (mask.dtype not in MASK_DTYPES or mask.dim() != 4):
