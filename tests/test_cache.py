@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvpass import reference
+from kvpass import ops, reference
 from kvpass.architecture import rotary_frequencies
 from kvpass.cache import QuantizedCache
 from kvpass.config import PRESETS, KVQuantConfig
@@ -729,6 +729,54 @@ def test_a_layer_counts_its_own_tokens_within_a_forward(tiny_llama, compiled):
     step = torch.compile(forward, backend="eager") if compiled else forward
     for length in (3, 4, 5):
         assert [(int(a), int(b)) for a, b in step(x[:, :, :1])] == [(length, length + 1)] * len(cache)
+
+
+class TestPositions:
+    """Those of a forward are worked out once for all layers of a device."""
+
+    @pytest.fixture
+    def stored_at(self, monkeypatch):
+        """The positions of each call of ``ops.store``."""
+        calls, store = [], ops.store
+        monkeypatch.setattr(
+            ops, "store", lambda key, value, at, *rest: (calls.append(at), store(key, value, at, *rest))
+        )
+        return calls
+
+    def test_are_shared_by_the_layers_of_a_forward(self, tiny_llama, stored_at):
+        layers, x = QuantizedCache(tiny_llama().config, "fp8_e4m3", 32).layers, torch.randn(1, 2, 5, 64)
+        for length in (5, 3, 3):
+            for layer in layers:
+                layer.update(x[:, :, :length], x[:, :, :length])
+        assert [at.tolist() for at in stored_at[::2]] == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9, 10]]
+        assert torch.equal(stored_at[0], stored_at[1])  # of a layer that has no part in the counter before
+        assert stored_at[2] is stored_at[3] and stored_at[4] is stored_at[5]
+
+    @pytest.mark.parametrize("then", ["compiled", "cropped", "of another length"])
+    def test_of_a_forward_that_did_not_reach_a_layer_are_not_used(self, tiny_llama, stored_at, then):
+        (lead, layer), x = QuantizedCache(tiny_llama().config, "fp8_e4m3", 32).layers, torch.randn(1, 2, 3, 64)
+        for one in (lead, layer, lead):
+            one.update(x, x)
+        if then == "compiled":
+            torch.compile(lead.update, backend="eager")(x, x)
+        elif then == "cropped":
+            for one in (lead, layer):
+                one.crop(-2)
+        else:
+            x = x[:, :, :2]
+        layer.update(x, x)
+        expected = {"compiled": [6, 7, 8], "cropped": [1, 2, 3], "of another length": [4, 5]}
+        assert stored_at[-1].tolist() == expected[then]
+
+
+def test_nothing_runs_where_nothing_is_learnt(tiny_llama, monkeypatch):
+    learnt, x = [], torch.randn(1, 2, 5, 64)
+    monkeypatch.setattr(ops, "learn", lambda *args: learnt.append(args))
+    given = KVQuantConfig("nvfp4", scales=scales_of([1.0, 1.0], "nvfp4"))
+    for config in ("bf16", "fp8_e4m3+rotated", given, "nvfp4", "fp8_e4m3+centred"):
+        QuantizedCache(tiny_llama().config, config, 16).layers[0].update(x, x)
+        assert bool(learnt) == (config in ("nvfp4", "fp8_e4m3+centred"))
+        learnt.clear()
 
 
 def test_a_forward_that_was_interrupted_leaves_no_layer_behind(tiny_llama):
