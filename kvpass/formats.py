@@ -375,13 +375,19 @@ def get_format(name: str) -> KVFormat:
     Raises:
         ValueError: A name or suffix that is not known, or a suffix that means nothing for that format.
     """
-    if not isinstance(name, str) or name.split("+")[0] not in _REGISTRY:
+    if not isinstance(name, str):
         raise ValueError(unknown_name("KV format", name, list(_REGISTRY)))
-    base, *suffixes = name.split("+")
-    return _derive(_REGISTRY[base], tuple(suffixes)) if suffixes else _REGISTRY[base]
+    return _find(name)
 
 
 @functools.lru_cache
+def _find(name: str) -> KVFormat:
+    if name.split("+")[0] not in _REGISTRY:
+        raise ValueError(unknown_name("KV format", name, list(_REGISTRY)))
+    row, *suffixes = name.split("+")
+    return _derive(_REGISTRY[row], tuple(suffixes)) if suffixes else _REGISTRY[row]
+
+
 def _derive(base: KVFormat, suffixes: tuple[str, ...]) -> KVFormat:
     changes: dict[str, Any] = {}
     for suffix in suffixes:
