@@ -170,10 +170,15 @@ class KVFormat:
 
     @property
     def learns_scale(self) -> bool:
-        """Whether the first tokens give a tensor scale that nobody else gives (:func:`kvpass.first_tokens.scale_of`):
+        """Whether the first tokens give a tensor scale that nobody else gives (:func:`kvpass.reference.scale_of`):
         where it moves block scales within what e4m3 can tell apart. A wider codec has room for every usual K and V with
         1."""
         return self.tensor_scale and self.block_scale == "e4m3"
+
+    @property
+    def learnt_step(self) -> float:
+        """That scale, for a magnitude of 1: ``1 / 16`` for e2m1, ``1 / 256`` for int8."""
+        return 0.5 ** (int(CODECS[self.codec].max).bit_length() + 1)
 
     @property
     def range(self) -> float:
@@ -370,13 +375,19 @@ def get_format(name: str) -> KVFormat:
     Raises:
         ValueError: A name or suffix that is not known, or a suffix that means nothing for that format.
     """
-    if not isinstance(name, str) or name.split("+")[0] not in _REGISTRY:
+    if not isinstance(name, str):
         raise ValueError(unknown_name("KV format", name, list(_REGISTRY)))
-    base, *suffixes = name.split("+")
-    return _derive(_REGISTRY[base], tuple(suffixes)) if suffixes else _REGISTRY[base]
+    return _find(name)
 
 
 @functools.lru_cache
+def _find(name: str) -> KVFormat:
+    if name.split("+")[0] not in _REGISTRY:
+        raise ValueError(unknown_name("KV format", name, list(_REGISTRY)))
+    row, *suffixes = name.split("+")
+    return _derive(_REGISTRY[row], tuple(suffixes)) if suffixes else _REGISTRY[row]
+
+
 def _derive(base: KVFormat, suffixes: tuple[str, ...]) -> KVFormat:
     changes: dict[str, Any] = {}
     for suffix in suffixes:

@@ -65,6 +65,8 @@ class QuantizedLayer(CacheLayerMixin):
         self.eager_reads = 0
         self._lengths = lengths or Lengths()
         self.behind = 0
+        # Positions of the tokens that it is behind, which the layer that leads has worked out; not in a compiled graph.
+        self._given: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for batch, KV heads, head_dims and device of these ``[batch, kv_heads, any, head_dim]`` tensors."""
@@ -103,12 +105,12 @@ class QuantizedLayer(CacheLayerMixin):
             stored = 0 if self.is_empty or torch.compiler.is_compiling() else int(self.last_position) + 1
             self._check_room(length, stored)
             self.last_position.add_(length)
+            newest = None if torch.compiler.is_compiling() else self._newest(length)
             for layer in self._sharing:
-                layer.behind = length
-        self.behind = 0
-        positions = self.last_position
-        if length > 1:
-            positions = positions - (length - 1) + torch.arange(length, device=self.device)
+                layer.behind, layer._given = length, newest
+        given = None if torch.compiler.is_compiling() or self.behind != length else self._given
+        positions = self._newest(length) if given is None else given
+        self.behind, self._given = 0, None
         is_first_prefill = self.is_empty and length > 1
         if self.is_empty:
             learn(self.config, self.key, self.value, key_states, value_states, self.max_cache_len)
@@ -227,6 +229,12 @@ class QuantizedLayer(CacheLayerMixin):
         raise NotImplementedError("QuantizedCache does not support offloading; use it without offloading=True")
 
     prefetch = offload
+
+    def _newest(self, length: int) -> Tensor:
+        """Positions of so many tokens, the last of which is the newest."""
+        if length == 1:
+            return self.last_position
+        return self.last_position - (length - 1) + torch.arange(length, device=self.device)
 
     def _check_rows(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape[0] != self.batch_size:

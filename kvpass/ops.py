@@ -60,7 +60,7 @@ def _operator(
     return define
 
 
-def _store_fake(*args: object) -> None:
+def _nothing_fake(*args: object) -> None:
     return None
 
 
@@ -71,7 +71,7 @@ def _store_cuda(*args: Any) -> None:
 
 
 @_operator(
-    _store_fake,
+    _nothing_fake,
     _store_cuda,
     mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("codes", "block_scale", *_KEPT)],
 )
@@ -105,6 +105,48 @@ def store(
     value_buffers = KVBuffers(value_codes, value_block_scale, value_scale, value_centre, value_kept, value_kept_slots)
     reference.write(key_buffers, get_format(key_format), key, positions, keep_first)
     reference.write(value_buffers, get_format(value_format), value, positions, keep_first)
+
+
+def _learn_cuda(*args: Any) -> None:
+    from kvpass.kernels.learn import learn as launch
+
+    launch(*args)
+
+
+@_operator(
+    _nothing_fake,
+    _learn_cuda,
+    mutates_args=[f"{side}_{name}" for side in ("key", "value") for name in ("scale", "centre")],
+)
+def learn(
+    key: Tensor,
+    value: Tensor,
+    key_scale: Tensor | None,
+    key_centre: Tensor | None,
+    value_scale: Tensor | None,
+    value_centre: Tensor | None,
+    turns: Tensor | None,
+    is_written: Tensor | None,
+    learns_key_centre: bool,
+    learns_value_centre: bool,
+    key_format: str,
+    value_format: str,
+) -> None:
+    """Set the scales that are given, and the centres that are to be learnt, from the tokens ``key`` and ``value``
+    (``[batch, kv_heads, length, head_dim]``).
+
+    A scale is that of what is left when the centre, where there is one, is subtracted
+    (:func:`kvpass.reference.scale_of`). Of ``turns``, which are K's, and ``is_written``
+    :func:`kvpass.reference.centre_of` tells.
+    """
+    for x, scale, centre, learns_centre, factors, format in (
+        (key, key_scale, key_centre, learns_key_centre, turns, key_format),
+        (value, value_scale, value_centre, learns_value_centre, None, value_format),
+    ):
+        if learns_centre and centre is not None:
+            centre.copy_(reference.centre_of(x, factors, is_written))
+        if scale is not None:
+            scale.copy_(reference.scale_of(x, get_format(format).learnt_step, centre, is_written))
 
 
 def _dequantize_fake(codes: Tensor, *args: Any) -> Tensor:

@@ -28,6 +28,8 @@ E4M3_STEPS = (0, -2, -1, 1, 2, 3, 4, 5, 6)
 E8M0_STEPS = (0, -1, 1)
 # How far beyond 6 a search lets values be, and the grid it puts them on: squares of 32 of them add up exactly in fp32.
 SEARCH_GRID = {"e4m3": (8.0, 2.0**-8), "e8m0": (16.0, 2.0**-6)}
+# By how much the mean square of tokens turned back is larger where they were turned.
+TURN_MARGIN = 1.001
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -160,6 +162,90 @@ def _squared_error(blocks: torch.Tensor, amax: torch.Tensor, divisor: torch.Tens
     rounded = (scaled + to_two_bits) - to_two_bits
     error = (scaled - rounded.clamp(max=E2M1_MAX)).square().sum(-1) * divisor * divisor
     return torch.where(amax * inverse > reach, torch.inf, error)
+
+
+def centre_of(
+    x: torch.Tensor, turns: torch.Tensor | None = None, is_written: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The centre of tokens of which those at positions 0, 1, ... are given.
+
+    Without ``turns`` it is their mean over rows and tokens. With them it is what is to be expected of the mean of all
+    tokens: what the given ones, turned back, have in common, turned on. Which channels are turned together is not
+    asked but seen, in each head: the right pairs, halves or neighbours, turned back, have the largest mean. Where
+    neither have a larger one than the channels as they are (all are alike, but for rounding, of a single token),
+    nothing is turned: there are layers without rotary embedding in models that have it.
+
+    Args:
+        x: ``[batch, kv_heads, length, head_dim]``, floating.
+        turns: ``[at least 1 + length, pairs, 2]`` float32, real and imaginary parts of factors of each of the pairs
+            that the first ``2 * pairs`` channels are: first what turns the common part on to the mean over all
+            positions (:func:`kvpass.first_tokens.turns`), then what turns back each token.
+        is_written: ``[length]`` bool, False for slots of zeros that are no tokens; None where all are.
+
+    Returns:
+        ``[kv_heads, head_dim]`` float32, 0 where that is not finite.
+    """
+    x = x.float()
+    count = x.shape[0] * (x.shape[2] if is_written is None else is_written.sum().clamp(min=1))
+    mean = (x.sum((0, 2)) / count).nan_to_num(0.0, 0.0, 0.0)
+    if turns is None:
+        return mean
+    turned = 2 * turns.shape[1]
+    centre, rest = mean[:, :turned], mean[:, turned:]
+    largest = TURN_MARGIN * centre.square().sum(1)
+    for shape, axis in (((2, -1), -2), ((-1, 2), -1)):
+        pairs = x[..., :turned].unflatten(-1, shape).movedim(axis, 0).contiguous()
+        common = _turned(pairs, turns[1 : 1 + x.shape[2]]).sum((1, 3)) / count
+        common = common.nan_to_num(0.0, 0.0, 0.0)  # [2, kv_heads, pairs]
+        squares = common.square().sum((0, 2))
+        onward = _turned(common, turns[0]).movedim(0, axis).flatten(1)
+        centre = torch.where((squares > largest)[:, None], onward, centre)
+        largest = torch.maximum(largest, squares)
+    return torch.cat([centre, rest], 1)
+
+
+def _turned(pairs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``pairs`` (``[2, ..., pairs]``) times complex ``factors`` (``[..., pairs, 2]``)."""
+    (first, second), (real, imaginary) = pairs, factors.movedim(-1, 0).contiguous()
+    return torch.stack([first * real - second * imaginary, first * imaginary + second * real])
+
+
+def scale_of(
+    x: torch.Tensor,
+    step: float = 1 / 16,
+    centre: torch.Tensor | None = None,
+    is_written: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tensor scale that a format of e4m3 block scales takes from the tokens ``x``, stored less ``centre``.
+
+    With ``p`` the power of two at or below the largest magnitude ``a``, it is ``p * step``: ``p / 16`` for e2m1
+    (``p / 256`` for int8). Then ``a`` has a block scale ``a / 6 / scale`` from 2.7 to 5.3 (2 to 4), the middle, in
+    octaves, of what e4m3 holds as a normal number, ``2**-6`` to 448. A later token can be 84 times as large before it
+    saturates, and a block scale loses bits only where its block is 170 times as small (128). As a power of two it
+    changes no rounding of any other block scale: which of them it is, and so the other rows of a batch and their
+    padding, shows at those two ends alone.
+
+    ``a`` is at least a sixteenth of the magnitude before ``centre`` is taken away: a prompt of one token is its own
+    centre, and says nothing of how far others lie. A rotation is left out. It changes ``a`` by ``sqrt(head_dim)`` at
+    most. What is not finite does not count, and the scale is 1 where nothing is left.
+
+    Args:
+        x: ``[batch, kv_heads, length, head_dim]``, floating.
+        step: :attr:`kvpass.formats.KVFormat.learnt_step`.
+        centre: ``[kv_heads, head_dim]`` float32, or None.
+        is_written: ``[length]`` bool, as for :func:`centre_of`.
+
+    Returns:
+        ``[kv_heads]`` float32.
+    """
+    magnitude = (x.float() if x.dtype == torch.float64 else x).abs()
+    if centre is not None:
+        distance = x.float() - centre[:, None]
+        distance = distance if is_written is None else distance * is_written[:, None]
+        magnitude = torch.maximum(distance.abs(), magnitude.float() / 16)
+    largest = magnitude.nan_to_num(0.0, 0.0).amax((0, 2, 3)).float()
+    power = (largest.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(largest == 0, 1.0, power * step)
 
 
 def write(buffers: KVBuffers, fmt: KVFormat, x: torch.Tensor, positions: torch.Tensor, keep_first: int = 0) -> None:

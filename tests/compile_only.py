@@ -103,15 +103,16 @@ def run(script: str) -> object:
 
 def main() -> None:
     """Compile every plain kernel as a decode step and a chunk launch it, with slots kept in bf16; print all names,
-    those that wait for the kernel before them ahead of all else, what reads undefined registers, and the most shared
-    memory of a program."""
+    those that wait for the kernel before them ahead of all else, what reads undefined registers, the most shared
+    memory of a program, and the most bytes that a thread of the kernel that learns spills."""
     from kvpass import tiles
     from kvpass.formats import get_format
-    from kvpass.kernels import attention, dequantize, rotate, store
+    from kvpass.kernels import attention, dequantize, learn, rotate, store
 
     own = {attention: ("attention_kernel", "reduce_kernel", "survey_kernel"), dequantize: ("_dequantize_kernel",)}
-    compiled = only_compile({**own, store: ("_store_kernel",), rotate: ("_rotate_kernel",)})
-    for module in (attention, dequantize, rotate, store):
+    own |= {store: ("_store_kernel",), rotate: ("_rotate_kernel",), learn: ("_learn_kernel",)}
+    compiled = only_compile(own)
+    for module in (attention, dequantize, learn, rotate, store):
         module.on_device = lambda tensor: contextlib.nullcontext()
     attention.native_float8 = dequantize.native_float8 = lambda device: True
     rotate.early_launch = store.early_launch = lambda device: {"LAUNCHES_EARLY": True, "launch_pdl": True}
@@ -126,6 +127,13 @@ def main() -> None:
             store.store(x, x, positions, *buffers, *buffers, name, name, 4)
             attention.attention(query, *buffers, *buffers, positions, mask, 1.0, False, name, name)
             dequantize.dequantize(*buffers, positions, name, torch.bfloat16)
+    for dtype, head_dim, pairs in ((torch.bfloat16, 128, 64), (torch.float32, 64, 32), (torch.float16, 512, 128)):
+        x = torch.empty(4, 8, 256, head_dim, dtype=dtype, device="meta")
+        scale, centre = torch.empty(8, device="meta"), torch.empty(8, head_dim, device="meta")
+        turns, is_written = torch.empty(257, pairs, 2, device="meta"), torch.empty(256, dtype=torch.bool, device="meta")
+        for written in (None, is_written):
+            name = "nvfp4+centred"
+            learn.learn(x, x, scale, centre, scale, centre, turns, written, True, True, name, name)
     for key, value, keep in CHUNKS:
         sides = (get_format(name).allocate(4, 8, 4096, 64, "meta", keep=keep) for name in (key, value))
         query = torch.empty(4, 32, 40, 64, dtype=torch.bfloat16, device="meta")
@@ -147,7 +155,8 @@ def main() -> None:
     for kernel in compiled:
         waits[waits_first(kernel.asm["cubin"])].add(kernel.metadata.name)
     undefined = [text for kernel in compiled for text in undefined_registers(kernel.asm["cubin"])]
-    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined, most]))
+    spilled = max(spilled_bytes(k.asm["cubin"]) for k in compiled if k.metadata.name == "_learn_kernel")
+    print(json.dumps([sorted(names), sorted(waits[True] - waits[False]), undefined, most, spilled]))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvpass import reference
+from kvpass import ops, reference
 from kvpass.architecture import rotary_frequencies
 from kvpass.cache import QuantizedCache
 from kvpass.config import PRESETS, KVQuantConfig
-from kvpass.first_tokens import centre_of, scale_of
+from kvpass.first_tokens import learn, turns
 from kvpass.formats import KVFormat, format_names, get_format, register_format
+from kvpass.reference import centre_of, scale_of
 from kvpass.scale_files import Scale
 from kvpass.scales import KVScales, LayerScales
 
@@ -408,7 +409,7 @@ class TestCentres:
         logits(model, cache, ids)
         for layer, keys in zip(cache.layers, keys_of(model, ids), strict=True):
             first = keys[:, :, :256].float()
-            expected = centre_of(first, None, rotary_frequencies(model.config, 0), 400)
+            expected = centre_of(first, turns(rotary_frequencies(model.config, 0), 400, "cpu"))
             torch.testing.assert_close(layer.key.centre, expected)
             assert not torch.allclose(expected, first.mean((0, 2)), atol=1e-3)
             # And the tokens were stored around it: what is read is as near as the codes of what is left.
@@ -425,7 +426,7 @@ class TestCentres:
         turned = [first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()]
         x = torch.cat([rearrange(turned, f"two kv length pairs -> kv length {pairs}"), torch.ones(2, 8192, 16)], -1)
         rows = torch.stack([0.5 * x, 1.5 * x]) + 0.1 * torch.randn(2, 2, 8192, 64)
-        centre = centre_of(rows[:, :, :256], None, frequencies, 8192)
+        centre = centre_of(rows[:, :, :256], turns(frequencies, 8192, "cpu"))
         weight = torch.arange(8192).clamp(min=256)[:, None] ** -0.5
         torch.testing.assert_close(centre, (rows * weight).sum((0, 2)) / (2 * weight.sum()), atol=0.1, rtol=0)
         late = rows[:, :, 4096:]
@@ -434,18 +435,36 @@ class TestCentres:
 
     def test_of_keys_that_nothing_turns_is_their_mean(self):
         x, frequencies = torch.randn(2, 2, 300, 64) + 2 * torch.randn(2, 1, 64), tuple(2.0**-i for i in range(32))
-        for tokens in (x, x[:, :, :9], x[:, :, :1]):
-            torch.testing.assert_close(
-                centre_of(tokens[:, :, :256], None, frequencies, 999), centre_of(tokens[:, :, :256])
-            )
-        assert torch.equal(centre_of(x[..., :32], None, frequencies, 999), centre_of(x[..., :32]))  # of another width
+        factors = turns(frequencies, 999, "cpu")
+        for tokens in (x[:, :, :256], x[:, :, :9], x[:, :, :1]):
+            torch.testing.assert_close(centre_of(tokens, factors), centre_of(tokens))
+        config, narrow = KVQuantConfig("fp8_e4m3+centred").layer(0), x[..., :32]  # of another width
+        key, value = config.allocate_like(narrow, narrow)
+        learn(config._replace(frequencies=frequencies), key, value, narrow, narrow, 999)
+        torch.testing.assert_close(key.centre, narrow[:, :, :256].mean((0, 2)))
+
+    def test_each_head_is_turned_or_not_and_has_an_order_of_pairs_of_its_own(self):
+        """Heads that are turned as halves, as neighbours, and not at all, each as if it were alone."""
+        frequencies = tuple(1e4 ** (-i / 16) for i in range(16))
+        angle = torch.arange(64)[:, None] * torch.tensor(frequencies)
+        halves, neighbours = (
+            rearrange([angle.cos(), angle.sin()], f"two t p -> t {to}") for to in ("(two p)", "(p two)")
+        )
+        x, factors = torch.stack([halves, neighbours, torch.ones(64, 32)])[None], turns(frequencies, 4096, "cpu")
+        centre = centre_of(x, factors)
+        torch.testing.assert_close(centre[0].view(2, 16), factors[0].T)
+        torch.testing.assert_close(centre[1].view(16, 2), factors[0])
+        torch.testing.assert_close(centre[2], torch.ones(32))
+        for head in range(3):
+            torch.testing.assert_close(centre_of(x[:, head : head + 1], factors)[0], centre[head])
 
     def test_slots_of_zeros_do_not_count(self):
         frequencies = tuple(1e4 ** (-i / 32) for i in range(32))
         angle = torch.arange(40)[:, None] * torch.tensor(frequencies)
         x = torch.cat([angle.cos() - angle.sin(), angle.sin() + angle.cos()], -1).expand(1, 2, 40, 64)
-        padded, weight = torch.cat([x, torch.zeros(1, 2, 60, 64)], 2), (torch.arange(100) < 40)[:, None].float()
-        torch.testing.assert_close(centre_of(padded, weight, frequencies, 100), centre_of(x, None, frequencies, 100))
+        padded, factors = torch.cat([x, torch.zeros(1, 2, 60, 64)], 2), turns(frequencies, 100, "cpu")
+        is_written = torch.arange(100) < 40
+        torch.testing.assert_close(centre_of(padded, factors, is_written), centre_of(x, factors))
 
     def test_stay_until_a_reset_and_are_taken_again_after_it(self, tiny_llama, ids):
         model = tiny_llama()
@@ -533,7 +552,7 @@ class TestLearntScales:
         x = torch.full((1, 1, 2, 16), 97.0)
         x[0, 0, 1] = 103.0
         assert scale_of(x, centre=torch.full((1, 16), 100.0)).tolist() == [4 / 16]
-        assert scale_of(x, 127.0).tolist() == [64 / 256]
+        assert scale_of(x, 1 / 256).tolist() == [64 / 256]
         assert scale_of(x[:, :, :1], centre=x[:, 0, 0]).tolist() == [4 / 16]  # nothing is left of a single token
         assert scale_of(torch.full((1, 1, 1, 16), 2.0**-140)).tolist() == [2.0**-104]
 
@@ -710,6 +729,54 @@ def test_a_layer_counts_its_own_tokens_within_a_forward(tiny_llama, compiled):
     step = torch.compile(forward, backend="eager") if compiled else forward
     for length in (3, 4, 5):
         assert [(int(a), int(b)) for a, b in step(x[:, :, :1])] == [(length, length + 1)] * len(cache)
+
+
+class TestPositions:
+    """Those of a forward are worked out once for all layers of a device."""
+
+    @pytest.fixture
+    def stored_at(self, monkeypatch):
+        """The positions of each call of ``ops.store``."""
+        calls, store = [], ops.store
+        monkeypatch.setattr(
+            ops, "store", lambda key, value, at, *rest: (calls.append(at), store(key, value, at, *rest))
+        )
+        return calls
+
+    def test_are_shared_by_the_layers_of_a_forward(self, tiny_llama, stored_at):
+        layers, x = QuantizedCache(tiny_llama().config, "fp8_e4m3", 32).layers, torch.randn(1, 2, 5, 64)
+        for length in (5, 3, 3):
+            for layer in layers:
+                layer.update(x[:, :, :length], x[:, :, :length])
+        assert [at.tolist() for at in stored_at[::2]] == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9, 10]]
+        assert torch.equal(stored_at[0], stored_at[1])  # of a layer that has no part in the counter before
+        assert stored_at[2] is stored_at[3] and stored_at[4] is stored_at[5]
+
+    @pytest.mark.parametrize("then", ["compiled", "cropped", "of another length"])
+    def test_of_a_forward_that_did_not_reach_a_layer_are_not_used(self, tiny_llama, stored_at, then):
+        (lead, layer), x = QuantizedCache(tiny_llama().config, "fp8_e4m3", 32).layers, torch.randn(1, 2, 3, 64)
+        for one in (lead, layer, lead):
+            one.update(x, x)
+        if then == "compiled":
+            torch.compile(lead.update, backend="eager")(x, x)
+        elif then == "cropped":
+            for one in (lead, layer):
+                one.crop(-2)
+        else:
+            x = x[:, :, :2]
+        layer.update(x, x)
+        expected = {"compiled": [6, 7, 8], "cropped": [1, 2, 3], "of another length": [4, 5]}
+        assert stored_at[-1].tolist() == expected[then]
+
+
+def test_nothing_runs_where_nothing_is_learnt(tiny_llama, monkeypatch):
+    learnt, x = [], torch.randn(1, 2, 5, 64)
+    monkeypatch.setattr(ops, "learn", lambda *args: learnt.append(args))
+    given = KVQuantConfig("nvfp4", scales=scales_of([1.0, 1.0], "nvfp4"))
+    for config in ("bf16", "fp8_e4m3+rotated", given, "nvfp4", "fp8_e4m3+centred"):
+        QuantizedCache(tiny_llama().config, config, 16).layers[0].update(x, x)
+        assert bool(learnt) == (config in ("nvfp4", "fp8_e4m3+centred"))
+        learnt.clear()
 
 
 def test_a_forward_that_was_interrupted_leaves_no_layer_behind(tiny_llama):

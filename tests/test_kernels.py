@@ -28,6 +28,7 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 
 from kvpass import reference  # noqa: E402
+from kvpass.first_tokens import turns  # noqa: E402
 from kvpass.formats import (  # noqa: E402
     SCALE_TILE,
     KVBuffers,
@@ -345,6 +346,150 @@ def test_store_keeps_the_newest_slots_of_a_ring():
 def test_store_skips_slots_outside_the_cache(name):
     x = spread(1, 2, 4, 64)
     check_store(x, x, torch.tensor([-1, 34, 35, 36]), name, name, 35)
+
+
+# ---------------------------------------------------------------------------------------------------------------- learn
+
+
+def turned(batch: int, kv_heads: int, length: int, head_dim: int, pairs: int) -> torch.Tensor:
+    """Keys around a vector that rotary embedding turns: pairs are halves in one head, neighbours in the next, and the
+    one after is not turned."""
+    x = torch.randn(batch, kv_heads, length, head_dim)
+    frequencies = 1e4 ** (-torch.arange(pairs) / max(pairs, 1))
+    angle = torch.arange(length)[:, None] * frequencies
+    x[:, ::3, :, : 2 * pairs] += 2 * torch.cat([angle.cos(), angle.sin()], -1)
+    x[:, 1::3, :, : 2 * pairs] += 2 * torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
+    x[:, 2::3] += 2
+    return x
+
+
+def check_learn(key, value, key_format, value_format, pairs=0, is_written=None, given=()):
+    """Learn by kernel and by reference what is not ``given`` (``key_scale``, ...). Centres differ by the order of sums,
+    and scales are those that the reference has for the same centre, to the bit."""
+    from kvpass.kernels.learn import learn
+
+    factors = turns(tuple(1e4 ** (-i / pairs) for i in range(pairs)), 4096, "cpu") if pairs else None
+    sides = []
+    for side, x, name in (("key", key, key_format), ("value", value, value_format)):
+        fmt, kv_heads, head_dim = get_format(name), x.shape[1], x.shape[3]
+        scale = torch.full((kv_heads,), torch.nan) if fmt.learns_scale and f"{side}_scale" not in given else None
+        learns_centre = fmt.centred and f"{side}_centre" not in given
+        centre = torch.linspace(-3.0, 2.0, kv_heads * head_dim).view(kv_heads, head_dim) if fmt.centred else None
+        sides.append((x, fmt, scale, centre, learns_centre, factors if side == "key" else None))
+    buffers = [t if t is None else t.to(DEVICE, copy=True) for side in sides for t in side[2:4]]
+    others = [t if t is None else t.to(DEVICE) for t in (factors, is_written)]
+    learn(key.to(DEVICE), value.to(DEVICE), *buffers, *others, *(side[4] for side in sides), key_format, value_format)
+    actual = [t if t is None else t.cpu() for t in buffers]
+    for (x, fmt, _, old, learns_centre, of_side), scale, centre in zip(sides, actual[::2], actual[1::2], strict=True):
+        if learns_centre:
+            largest = x.float().nan_to_num(0.0, 0.0, 0.0).abs().amax((0, 2, 3))
+            error = (centre - reference.centre_of(x, of_side, is_written)).abs()
+            assert (error <= 2.0**-20 * largest[:, None]).all()
+        elif fmt.centred:
+            assert torch.equal(centre, old)
+        if scale is not None:
+            assert torch.equal(scale, reference.scale_of(x, fmt.learnt_step, centre, is_written))
+
+
+@pytest.mark.parametrize("key_format, value_format", [("nvfp4+centred", "int8+centred"), ("fp8_e4m3+centred", "nvfp4")])
+@pytest.mark.parametrize(
+    "batch, kv_heads, length, key_dim, value_dim, pairs, dtype",
+    [
+        (1, 3, 40, 64, 64, 32, BF16),
+        (2, 3, 37, 96, 80, 16, FP32),  # not all channels are turned
+        (1, 5, 1, 48, 16, 24, FP16),  # a token is its own centre
+        (1, 2, 20, 32, 512, 0, BF16),
+        *wide(
+            (1, 8, 256, 128, 128, 64, BF16),
+            (2, 3, 256, 256, 64, 128, FP16),
+            (5, 4, 100, 512, 128, 256, BF16),
+            (64, 2, 9, 192, 128, 32, FP32),
+        ),
+    ],
+)
+def test_learn_gives_what_the_reference_does(
+    batch, kv_heads, length, key_dim, value_dim, pairs, dtype, key_format, value_format
+):
+    key = turned(batch, kv_heads, length, key_dim, pairs).to(dtype)
+    value = (spread(batch, kv_heads, length, value_dim) + 1).to(dtype)
+    check_learn(key, value, key_format, value_format, pairs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("key_scale",),
+        ("key_centre",),
+        ("value_scale", "value_centre"),
+        ("key_scale", "value_centre"),
+        ("key_scale", "key_centre", "value_centre"),
+    ],
+)
+def test_learn_leaves_what_is_given(given):
+    check_learn(turned(1, 2, 9, 32, 16), spread(1, 2, 9, 48), "nvfp4+centred", "nvfp4+centred", 16, given=given)
+
+
+def test_learn_takes_strided_inputs():
+    key = turned(2, 7, 3, 64, 32).transpose(1, 2)  # as projections give it
+    value = spread(2, 3, 7, 96).mT.contiguous().mT[:, :, :7]  # head_dim is not the innermost
+    check_learn(key, value, "nvfp4+centred", "nvfp4+centred", 32)
+    whole = spread(1, 3, 40, 160)
+    check_learn(whole[:, :, 5:25, :64], whole[:, :, 5:25, 64:], "nvfp4+centred", "nvfp4", 32)
+
+
+@pytest.mark.parametrize("written", [20, 0])
+def test_learn_does_not_count_slots_of_zeros(written):
+    is_written = torch.arange(50) < written
+    key, value = (x * is_written[:, None] for x in (turned(1, 3, 50, 64, 32), spread(1, 3, 50, 64)))
+    check_learn(key, value, "nvfp4+centred", "nvfp4+centred", 32, is_written)
+    check_learn(key, value, "nvfp4", "int8+centred", 0, is_written, given=("value_centre",))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_learn_of_special_values(dtype):
+    x = turned(2, 6, 9, 64, 16)
+    x[0, 0, 3, 5], x[1, 1, 2, 8], x[0, 2, 0, 40], x[0, 3, 7, 21] = torch.nan, torch.inf, -torch.inf, torch.nan
+    x[:, 4] = 0.0
+    x[0, 5], x[1, 5] = torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4
+    x = x.to(dtype)
+    check_learn(x, x[:, :, :, :48], "nvfp4+centred", "nvfp4+centred", 16)
+    check_learn(x, -x, "int8", "nvfp4", 16)
+    check_learn(x[1:], x[1:], "nvfp4", "nvfp4")
+
+
+def test_learn_launches_nothing_where_nothing_is_learnt(monkeypatch):
+    from kvpass.kernels import learn
+
+    monkeypatch.setattr(learn, "_learn_kernel", None)
+    x = torch.randn(1, 2, 5, 64)
+    check_learn(x, x, "fp8_e4m3", "bf16")
+    check_learn(x, x, "nvfp4+centred", "int8", 32, given=("key_scale", "key_centre", "value_scale"))
+    check_learn(x[:0], x[:0], "fp8_e4m3", "fp8_e4m3")
+
+
+def test_learn_refuses_what_it_cannot_address():
+    from kvpass.kernels.learn import learn
+
+    def tensors(dtype=FP32, heads=2, dim=64, centre_dim=64, pairs=32, length=5):
+        x, scale = torch.zeros(1, 2, 5, dim, dtype=dtype), torch.zeros(heads)
+        return x, x, scale, torch.zeros(2, centre_dim), scale, None, torch.zeros(length + 1, pairs, 2)
+
+    formats = None, True, False, "nvfp4+centred", "nvfp4"
+    for options, message in (
+        ({"dtype": torch.float64}, "key is torch.float64; allowed"),
+        ({"heads": 3}, r"key_scale is torch.float32 of shape \(3,\)"),
+        ({"centre_dim": 32}, r"key_centre is torch.float32 of shape \(2, 32\)"),
+        ({"pairs": 33}, r"turns is torch.float32 of shape \(6, 33, 2\)"),
+        ({"length": 4}, r"turns is torch.float32 of shape \(5, 32, 2\)"),
+        ({"dim": 40, "centre_dim": 40, "pairs": 20}, "cannot hold head_dim 40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learn(*(t if t is None else t.to(DEVICE) for t in tensors(**options)), *formats)
+    x, _, scale, _, _, _, factors = tensors()
+    with pytest.raises(ValueError, match="key_centre is missing"):
+        learn(x, x, scale, None, scale, None, factors, *formats)
+    with pytest.raises(ValueError, match="may differ in head_dim only"):
+        learn(x, x[:, :, :4], scale, None, scale, None, None, None, False, False, "nvfp4", "nvfp4")
 
 
 # ----------------------------------------------------------------------------------------------------------- dequantize
@@ -1013,12 +1158,20 @@ class TestOnGpu:
 def test_kernels_compile_for_a_gpu():
     import compile_only
 
-    names, waiting, undefined, shared = compile_only.run(compile_only.__file__)
-    kernels = ["_dequantize_kernel", "_rotate_kernel", "_store_kernel", "attention_kernel", "reduce_kernel"]
+    names, waiting, undefined, shared, spilled = compile_only.run(compile_only.__file__)
+    kernels = [
+        "_dequantize_kernel",
+        "_learn_kernel",
+        "_rotate_kernel",
+        "_store_kernel",
+        "attention_kernel",
+        "reduce_kernel",
+    ]
     assert names == [*kernels, "survey_kernel"]
     assert waiting == ["_rotate_kernel", "_store_kernel"]
     assert not undefined, "ptxas lost a register"
     assert shared <= 227 * 1024, "more than an H200 gives a program"
+    assert not spilled
 
 
 class TestSoundPtxas:

@@ -32,6 +32,11 @@ def test_opcheck(key_format, value_format, device):
     positions, formats = torch.tensor([33, 34], device=device), (key_format, value_format)
     torch.library.opcheck(ops.store, (k[:, :, :2], v[:, :, :2], positions, *key, *value, *formats))
     torch.library.opcheck(ops.dequantize, (*key, positions, key_format, torch.bfloat16))
+    centre, turns = torch.zeros(3, 64, device=device), torch.randn(34, 16, 2, device=device)
+    learnt = (torch.ones(3, device=device), centre, None, centre.clone() if get_format(value_format).centred else None)
+    torch.library.opcheck(
+        ops.learn, (k, v, *learnt, turns, torch.arange(33, device=device) < 30, True, False, *formats)
+    )
     query = torch.randn(2, 6, 2, 64, device=device, dtype=torch.bfloat16)
     mask = torch.ones(2, 1, 2, 40, device=device, dtype=torch.bool)
     arguments = (query, *key, *value, positions, mask, 0.125, True, *formats)

@@ -154,18 +154,26 @@ def early_launch(device: torch.device) -> dict[str, bool]:
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
 
 
 def check_buffers(what: str, fmt: KVFormat, buffers: KVBuffers) -> None:
     """Raise ``ValueError`` where the buffers of ``what`` ("key", "value") are not what the kernels address."""
-    for name, needed in (("block_scale", fmt.block > 0), ("scale", fmt.tensor_scale), ("centre", fmt.centred)):
-        if (getattr(buffers, name) is not None) != needed:
-            state = "needed" if needed else "not part of this format"
-            raise ValueError(f"{what}_{name} is {'missing' if needed else 'given'} and {state} ({fmt.name!r})")
+    given = buffers.block_scale is not None, buffers.scale is not None, buffers.centre is not None
+    needed = fmt.block > 0, fmt.tensor_scale, fmt.centred
+    if given != needed:
+        wrong = next(i for i in range(3) if given[i] != needed[i])
+        state = "missing and needed" if needed[wrong] else "given and not part of this format"
+        raise ValueError(f"{what}_{KVBuffers._fields[1 + wrong]} is {state} ({fmt.name!r})")
     kept, kept_slots = buffers.kept, buffers.kept_slots
-    rows = [None if t is None else t.shape[axis] for t, axis in ((kept, 2), (kept_slots, 0))]
-    if rows[0] != rows[1] or (kept_slots is not None and kept_slots.dtype != torch.int32):
-        raise ValueError(f"{what}_kept has {rows[0]} rows, and {what}_kept_slots {rows[1]}; as many int32 are needed")
-    if not all(tensor.is_contiguous() for tensor in buffers.tensors()):
-        raise ValueError(f"{what} buffers must be contiguous; codes have strides {buffers.codes.stride()}")
+    if kept is not None or kept_slots is not None:
+        rows = [None if t is None else t.shape[axis] for t, axis in ((kept, 2), (kept_slots, 0))]
+        if rows[0] != rows[1] or (kept_slots is not None and kept_slots.dtype != torch.int32):
+            raise ValueError(
+                f"{what}_kept has {rows[0]} rows, and {what}_kept_slots {rows[1]}; as many int32 are needed"
+            )
+    for tensor in buffers:
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{what} buffers must be contiguous; codes have strides {buffers.codes.stride()}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -292,19 +294,15 @@ def store(
             f"key {tuple(key.shape)} and value {tuple(value.shape)}, in caches of {key_codes.shape[2]} and "
             f"{value_codes.shape[2]} slots, may differ in head_dim only"
         )
-    value_dim = value.shape[3]
     rows = batch * kv_heads * length
     if rows == 0:
         return
     key = key if key.stride(3) == 1 else key.contiguous()
     value = value if value.stride(3) == 1 else value.contiguous()
-    key_values, value_values = (_padded(fmt, dim) for fmt, dim in ((key_row, key_dim), (value_row, value_dim)))
-    # Few rows: spread them, a warp each, the launch is all latency. Many: sixteen values a thread, whole blocks of most
-    # formats, whose scales are then worked out once.
-    num_warps = 1 if rows < 1024 else 4
-    block_rows = 1 if num_warps == 1 else max(1, 2048 // max(key_values, value_values))
-    one_head = length >= block_rows and max(2 * batch, kv_heads) < 2**16
-    grid = (triton.cdiv(length, block_rows), kv_heads, 2 * batch) if one_head else (triton.cdiv(rows, block_rows), 1, 2)
+    keep = (0 if key_kept is None else key_kept.shape[2]), (0 if value_kept is None else value_kept.shape[2])
+    grid, constants = _launch(
+        key_format, value_format, key_dim, value.shape[3], *keep, keep_first, batch, kv_heads, length
+    )
     with on_device(key):
         _store_kernel[grid](
             key,
@@ -328,21 +326,51 @@ def store(
             kv_heads,
             length,
             key_codes.shape[2],
-            KEY_DIM=key_dim,
-            KEY_VALUES=key_values,
-            KEY_GROUP=_group(key_row, key_values, block_rows, num_warps),
-            **_constexprs(key_row, key_dim, key_kept, "KEY_"),
-            VALUE_DIM=value_dim,
-            VALUE_VALUES=value_values,
-            VALUE_GROUP=_group(value_row, value_values, block_rows, num_warps),
-            **_constexprs(value_row, value_dim, value_kept, "VALUE_"),
-            KEEP_FIRST=min(keep_first, max(0 if kept is None else kept.shape[2] for kept in (key_kept, value_kept))),
-            BLOCK_ROWS=block_rows,
-            ONE_HEAD=one_head,
+            **constants,
             **early_launch(key.device),
-            num_warps=num_warps,
             enable_fp_fusion=False,  # every rounding as in the reference
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    key_format: str,
+    value_format: str,
+    key_dim: int,
+    value_dim: int,
+    key_keep: int,
+    value_keep: int,
+    keep_first: int,
+    batch: int,
+    kv_heads: int,
+    length: int,
+) -> tuple[tuple[int, int, int], dict[str, object]]:
+    """The grid, and constexprs and options. All layers have the same: to work them out takes as long as to launch."""
+    key, value = get_format(key_format), get_format(value_format)
+    key_values, value_values = _padded(key, key_dim), _padded(value, value_dim)
+    rows = batch * kv_heads * length
+    # Few rows: spread them, a warp each, the launch is all latency. Many: sixteen values a thread, whole blocks of most
+    # formats, whose scales are then worked out once.
+    num_warps = 1 if rows < 1024 else 4
+    block_rows = 1 if num_warps == 1 else max(1, 2048 // max(key_values, value_values))
+    one_head = length >= block_rows and max(2 * batch, kv_heads) < 2**16
+    grid = (triton.cdiv(length, block_rows), kv_heads, 2 * batch) if one_head else (triton.cdiv(rows, block_rows), 1, 2)
+    return grid, {
+        "KEY_DIM": key_dim,
+        "KEY_VALUES": key_values,
+        "KEY_GROUP": _group(key, key_values, block_rows, num_warps),
+        "KEY_KEEP": key_keep,
+        **_constexprs(key, key_dim, "KEY_"),
+        "VALUE_DIM": value_dim,
+        "VALUE_VALUES": value_values,
+        "VALUE_GROUP": _group(value, value_values, block_rows, num_warps),
+        "VALUE_KEEP": value_keep,
+        **_constexprs(value, value_dim, "VALUE_"),
+        "KEEP_FIRST": min(keep_first, max(key_keep, value_keep)),
+        "BLOCK_ROWS": block_rows,
+        "ONE_HEAD": one_head,
+        "num_warps": num_warps,
+    }
 
 
 def _padded(fmt: KVFormat, head_dim: int) -> int:
@@ -354,13 +382,12 @@ def _group(fmt: KVFormat, values: int, block_rows: int, num_warps: int) -> int:
     return neighbours(block_rows * values, num_warps, most=8 if fmt.codec == "bf16" else 16)
 
 
-def _constexprs(fmt: KVFormat, head_dim: int, kept: torch.Tensor | None, prefix: str) -> dict[str, object]:
+def _constexprs(fmt: KVFormat, head_dim: int, prefix: str) -> dict[str, object]:
     return {
         **constexprs(fmt, prefix),
         **rotation_constexprs(fmt, head_dim, prefix),
         f"{prefix}SCALE_RULE": fmt.scale_rule,
         f"{prefix}SEARCH": fmt.search,
-        f"{prefix}KEEP": 0 if kept is None else kept.shape[2],
     }
 
 
