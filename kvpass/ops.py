@@ -107,10 +107,34 @@ def store(
     reference.write(value_buffers, get_format(value_format), value, positions, keep_first)
 
 
-def _learn_cuda(*args: Any) -> None:
+# The kernel has one program for each head. That is one launch in the place of a dozen, which is what counts for a short
+# prompt; with more tokens than this, its sums take longer than torch's.
+_MOST_TOKENS = 1024
+
+
+def _learn_cuda(
+    key: Tensor,
+    value: Tensor,
+    key_scale: Tensor | None,
+    key_centre: Tensor | None,
+    value_scale: Tensor | None,
+    value_centre: Tensor | None,
+    turns: Tensor | None,
+    is_written: Tensor | None,
+    learns_key_centre: bool,
+    learns_value_centre: bool,
+    *formats: str,
+) -> None:
     from kvpass.kernels.learn import learn as launch
 
-    launch(*args)
+    if key.shape[0] * key.shape[2] > _MOST_TOKENS:
+        if learns_key_centre and key_centre is not None:
+            key_centre.copy_(reference.centre_of(key, turns, is_written))
+        if learns_value_centre and value_centre is not None:
+            value_centre.copy_(reference.centre_of(value, None, is_written))
+        turns, learns_key_centre, learns_value_centre = None, False, False
+    scales_and_centres = key_scale, key_centre, value_scale, value_centre
+    launch(key, value, *scales_and_centres, turns, is_written, learns_key_centre, learns_value_centre, *formats)
 
 
 @_operator(

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 import triton  # noqa: E402
 
-from kvpass import reference  # noqa: E402
+from kvpass import ops, reference  # noqa: E402
 from kvpass.first_tokens import turns  # noqa: E402
 from kvpass.formats import (  # noqa: E402
     SCALE_TILE,
@@ -364,10 +364,8 @@ def turned(batch: int, kv_heads: int, length: int, head_dim: int, pairs: int) ->
 
 
 def check_learn(key, value, key_format, value_format, pairs=0, is_written=None, given=()):
-    """Learn by kernel and by reference what is not ``given`` (``key_scale``, ...). Centres differ by the order of sums,
-    and scales are those that the reference has for the same centre, to the bit."""
-    from kvpass.kernels.learn import learn
-
+    """Learn as on CUDA and by reference what is not ``given`` (``key_scale``, ...). Centres differ by the order of
+    sums, and scales are those that the reference has for the same centre, to the bit."""
     factors = turns(tuple(1e4 ** (-i / pairs) for i in range(pairs)), 4096, "cpu") if pairs else None
     sides = []
     for side, x, name in (("key", key, key_format), ("value", value, value_format)):
@@ -378,7 +376,8 @@ def check_learn(key, value, key_format, value_format, pairs=0, is_written=None, 
         sides.append((x, fmt, scale, centre, learns_centre, factors if side == "key" else None))
     buffers = [t if t is None else t.to(DEVICE, copy=True) for side in sides for t in side[2:4]]
     others = [t if t is None else t.to(DEVICE) for t in (factors, is_written)]
-    learn(key.to(DEVICE), value.to(DEVICE), *buffers, *others, *(side[4] for side in sides), key_format, value_format)
+    learns = (side[4] for side in sides)
+    ops._learn_cuda(key.to(DEVICE), value.to(DEVICE), *buffers, *others, *learns, key_format, value_format)
     actual = [t if t is None else t.cpu() for t in buffers]
     for (x, fmt, _, old, learns_centre, of_side), scale, centre in zip(sides, actual[::2], actual[1::2], strict=True):
         if learns_centre:
@@ -427,6 +426,18 @@ def test_learn_gives_what_the_reference_does(
 )
 def test_learn_leaves_what_is_given(given):
     check_learn(turned(1, 2, 9, 32, 16), spread(1, 2, 9, 48), "nvfp4+centred", "nvfp4+centred", 16, given=given)
+
+
+def test_learn_of_many_tokens_sums_in_torch(monkeypatch):
+    key, value = turned(3, 3, 7, 64, 32), spread(3, 3, 7, 48) + 1
+    original, sums = reference.centre_of, []
+    monkeypatch.setattr(reference, "centre_of", lambda *args: sums.append(args) or original(*args))
+    for most, in_torch in ((21, 0), (20, 1)):
+        monkeypatch.setattr(ops, "_MOST_TOKENS", most)
+        for given, learnt in (((), 2), (("key_centre",), 1), (("value_centre",), 1)):
+            sums.clear()
+            check_learn(key, value, "nvfp4+centred", "nvfp4+centred", 32, torch.arange(7) < 5, given)
+            assert len(sums) == learnt * (1 + in_torch)  # once for the comparison
 
 
 def test_learn_takes_strided_inputs():
