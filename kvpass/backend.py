@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
@@ -99,8 +100,13 @@ def kvquant(
     return run
 
 
+# Where set, graphs that are compiled in this context are reported here, and nowhere else.
+collected: ContextVar[deque[GraphReport]] = ContextVar("collected")
+_reports: deque[tuple[list[weakref.ref[Tensor]], GraphReport]] = deque(maxlen=256)
+
+
 def reports_for(parameters: Sequence[Tensor]) -> list[GraphReport]:
-    """Reports of the graphs compiled so far that use any of ``parameters``, oldest first."""
+    """Reports of the graphs compiled so far that use any of ``parameters``, oldest first, but for :data:`collected`."""
     wanted = {id(parameter) for parameter in parameters}
     return [report for refs, report in _reports if any(id(p) in wanted for ref in refs if (p := ref()) is not None)]
 
@@ -113,10 +119,10 @@ def forget_reports(parameters: Sequence[Tensor]) -> None:
     _reports.extend(kept)
 
 
-_reports: deque[tuple[list[weakref.ref[Tensor]], GraphReport]] = deque(maxlen=256)
-
-
 def _remember(report: GraphReport, example_inputs: Sequence[Any]) -> None:
+    if (reports := collected.get(None)) is not None:
+        reports.append(report)
+        return
     parameters = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
     _reports.append(([weakref.ref(p) for p in parameters], report))
 
@@ -211,4 +217,4 @@ def _buffers_born(graph: fx.Graph) -> list[int]:
     return [i for i, out in enumerate(outputs) if isinstance(out, fx.Node) and out in kept and out.op != "placeholder"]
 
 
-__all__ = ["NotFusedError", "NothingToFuseWarning", "forget_reports", "kvquant", "ops", "reports_for"]
+__all__ = ["NotFusedError", "NothingToFuseWarning", "collected", "forget_reports", "kvquant", "ops", "reports_for"]

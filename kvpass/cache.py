@@ -24,7 +24,7 @@ from kvpass.architecture import (
     rotary_frequencies,
 )
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.layers import HybridLayer, Lengths, QuantizedLayer
+from kvpass.layers import HALF_WRITTEN, HybridLayer, Lengths, QuantizedLayer
 from kvpass.scales import KVScales
 
 
@@ -167,6 +167,26 @@ class QuantizedCache(Cache):
                     f"again. At most {layer.slots - layer.window} tokens can be removed from a full window"
                 )
         super().crop(tokens_to_remove)
+
+    def check_fits(self, likes: list[Any]) -> None:
+        """Raise ``ValueError`` unless each layer is of the kind, and the window, that the model's is: ``likes`` are
+        transformers' layers for as many positions."""
+        for index, (layer, like) in enumerate(zip(self.layers, likes, strict=True)):
+            window = None if not isinstance(layer, QuantizedLayer) else layer.window if layer.is_sliding else 0
+            wanted = None if not holds_attention(like) else like.max_cache_len if like.is_sliding else 0
+            if window != wanted:
+                names = {None: "no attention", 0: "full attention"}
+                raise ValueError(
+                    f"layer {index} of the cache is for {names.get(window, f'a window of {window}')}, the model's has "
+                    f"{names.get(wanted, f'a window of {wanted}')}; the cache is another model's"
+                )
+
+    def check_whole(self) -> None:
+        """Raise ``ValueError`` where some layers hold tokens that others were not given: a forward was interrupted."""
+        for layer in self._layers:
+            layer.check_whole()
+        if len({layer.is_empty for layer in self._layers}) > 1:
+            raise ValueError(HALF_WRITTEN)
 
     def _check_scales(self, scales: KVScales | None, layers: list[int]) -> None:
         if scales is not None:

@@ -12,27 +12,30 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
+import warnings
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers.generation.utils
 from packaging.version import Version
 from torch import nn
-from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer, StaticCache, StaticLayer
 
 from kvpass.architecture import check_attention, layers_of_transformers
-from kvpass.backend import NotFusedError, forget_reports, reports_for
+from kvpass.backend import NotFusedError, collected, forget_reports, reports_for
 from kvpass.cache import QuantizedCache
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
 from kvpass.devices import Ranks, Substitutes, offloaded, on_this_rank, ranks_of, substitutes
 from kvpass.encoder_decoder import QuantizedEncoderDecoderCache
+from kvpass.fx_passes.report import GraphReport
 from kvpass.fx_passes.stack import unstack
-from kvpass.model_report import ModelReport
+from kvpass.model_report import BYPASSED, ModelReport
 
 _MINIMUM = {"torch": Version("2.11"), "transformers": Version("5.15")}
 for _name, _least in _MINIMUM.items():
@@ -77,12 +80,15 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     config = on_this_rank(config or _declared(model), ranks)
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
-    disable(model)
+    old = _forget(model)
     _defer_stop_check()
-    replaced = {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)}
+    if old is None:
+        replaced = {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)}
+        for name in _OVERRIDES:
+            setattr(model, name, functools.partial(_call, model, name))
+    else:  # the overrides find what is new, and so does what was put around them since
+        replaced = old.replaced
     vars(model)["_kvpass"] = _State(config, replaced, ranks=ranks)
-    for name in _OVERRIDES:
-        setattr(model, name, functools.partial(_call, model, name))
 
 
 def _new_cache(model: Any, config: KVQuantConfig, max_cache_len: int) -> AnyQuantizedCache:
@@ -106,17 +112,26 @@ def _declared(model: Any) -> KVQuantConfig:
 
 
 def disable(model: nn.Module) -> None:
-    """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled."""
-    if state := vars(model).pop("_kvpass", None):
+    """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled.
+    What was put in the place of its overrides, or around them, since then is left."""
+    if state := _forget(model):
         for name in _OVERRIDES:
-            delattr(model, name)
-        vars(model).update(state.replaced)
+            if getattr(vars(model).get(name), "func", None) is _call:
+                delattr(model, name)
+                vars(model).update({name: state.replaced[name]} if name in state.replaced else {})
+
+
+def _forget(model: nn.Module) -> _State | None:
+    """Free what was kept for ``model`` and put its weights back; what was kept, None if it is not enabled."""
+    state: _State | None = vars(model).pop("_kvpass", None)
+    if state is not None:
         state.spare = None  # what follows needs memory
         if state.substitutes is not None:
             unstack(state.substitutes.parameters)
             state.substitutes.dissolve()
     unstack(list(model.parameters()))
     forget_reports(list(model.parameters()))
+    return state
 
 
 def report(model: nn.Module) -> ModelReport:
@@ -125,11 +140,12 @@ def report(model: nn.Module) -> ModelReport:
     state = vars(plain).get("_kvpass")
     return ModelReport(
         config=state.config if state else None,
-        graphs=tuple(reports_for(list(plain.parameters()))),
+        graphs=(*reports_for(list(plain.parameters())), *(state.graphs if state else ())),
         cache_bytes=state.cache_bytes if state else 0,
         cache_slots=state.cache_slots if state else 0,
         cross_bytes=state.cross_bytes if state else 0,
         eager_reads=state.eager_reads if state else 0,
+        was_bypassed=bool(state and state.was_bypassed),
         saturation=tuple(state.spare.saturation()) if state and state.spare else (),
         tp_rank=state.ranks.rank if state else 0,
         tp_size=state.ranks.size if state else 1,
@@ -144,11 +160,13 @@ class _State:
     config: KVQuantConfig
     replaced: dict[str, Any] = field(default_factory=dict)  # attributes of the model that were in the place of ours
     spare: AnyQuantizedCache | None = None
-    compiled: list[tuple[object, Any]] = field(default_factory=list)
+    compiled: deque[tuple[object, Any]] = field(default_factory=lambda: deque(maxlen=64))
+    graphs: deque[GraphReport] = field(default_factory=lambda: deque(maxlen=256))
     cache_bytes: int = 0
     cache_slots: int = 0
     cross_bytes: int = 0
     eager_reads: int = 0
+    was_bypassed: bool = False
     ranks: Ranks = Ranks()
     substitutes: Substitutes | None = None
 
@@ -172,31 +190,71 @@ class _State:
         step = max(128, 1 << max(0, slots.bit_length() - 4))
         return _new_cache(model, self.config, max_cache_len=-(-slots // step) * step)
 
-    def finished(self, cache: AnyQuantizedCache, is_ours: bool) -> None:
+    def finished(self, use: _Use) -> None:
         """Note what a ``generate`` did, and keep its cache if nobody else does."""
+        cache = use.cache
         own = cache.self_attention_cache if isinstance(cache, QuantizedEncoderDecoderCache) else cache
         self.cache_bytes, self.cache_slots = own.nbytes, own.max_cache_len * own.batch_size
         self.cross_bytes = cache.nbytes - own.nbytes
-        self.eager_reads = cache.eager_reads
-        if is_ours:
+        self.eager_reads = use.reads - use.reads_before
+        if use.is_ours:
             self.spare = cache
 
 
-class _Use(NamedTuple):
-    """A cache that the `generate` running in this thread uses, rows of its batch, whether nobody else keeps it, and the
-    length of what cross attention reads (None without)."""
+@dataclass
+class _Use:
+    """A cache that the `generate` running in this thread uses.
 
-    cache: Cache
+    Attributes:
+        rows: Of its batch.
+        is_ours: Nobody else keeps it.
+        encoder_length: Of what cross attention reads; None without.
+        reads_before: What ``eager_reads`` of the cache was when ``generate`` began.
+        reads_in_steps: How much more it became in compiled steps; None where ``generate`` asked for none. Not kept
+            without ``strict``.
+    """
+
+    cache: Any
     rows: int
     is_ours: bool
     encoder_length: int | None
+    reads_before: int = 0
+    reads_in_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.reads_before = self.reads
+
+    @property
+    def reads(self) -> int:
+        """``eager_reads`` of the cache; a static one counts none."""
+        return getattr(self.cache, "eager_reads", 0)
+
+    @property
+    def unfused(self) -> int:
+        """Reads that ``strict`` forbids: not those of a prompt that goes on in the cache, nor of its caller."""
+        return self.reads - self.reads_before if self.reads_in_steps is None else self.reads_in_steps
+
+    def counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, counting its reads."""
+        self.reads_in_steps = self.reads_in_steps or 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = self.reads
+            result = step(*args, **kwargs)
+            self.reads_in_steps = (self.reads_in_steps or 0) + self.reads - before
+            return result
+
+        return counted
 
 
 _used: ContextVar[list[_Use]] = ContextVar("_used")
 
 
 def _call(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """The override of ``name``. A model gets a partial of this, which can be copied and pickled with it."""
+    """The override of ``name``. A model gets a partial of this, which can be copied and pickled with it. Something that
+    was put around it may still call it when the model is not enabled any more."""
+    if "_kvpass" not in vars(model):
+        return getattr(type(model), name)(model, *args, **kwargs)
     return globals()[f"_{name.removeprefix('_')}"](model, *args, **kwargs)
 
 
@@ -232,19 +290,23 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     state.cache_bytes = state.cache_slots = state.cross_bytes = state.eager_reads = 0
     state.substitutes = substitutes(self, state.substitutes)
     used: list[_Use] = []
-    token = _used.set(used)
+    tokens = _used.set(used), collected.set(state.graphs)
     try:
         with state.substitutes.in_place():
             result = _original(self, "generate")(*args, **kwargs)
     finally:
-        _used.reset(token)
-        for cache, _, is_ours, _ in used:
-            if isinstance(cache, AnyQuantizedCache) and cache.is_initialized:
-                state.finished(cache, is_ours)
-    for cache, *_ in used:
-        _check_fitted(cache)
-    if state.config.strict and state.eager_reads:
+        _used.reset(tokens[0])
+        collected.reset(tokens[1])
+        state.was_bypassed = not used
+        for use in used:
+            if isinstance(use.cache, AnyQuantizedCache) and use.cache.is_initialized:
+                state.finished(use)
+    for use in used:
+        _check_fitted(use.cache)
+    if state.config.strict and (state.was_bypassed or any(use.unfused for use in used)):
         raise NotFusedError(f"with strict=True, generate must decode through the compiled graph.\n{report(self)}")
+    if state.was_bypassed:
+        warnings.warn(f"kvpass is enabled, and this generate did without it: {BYPASSED}", stacklevel=3)
     return result
 
 
@@ -302,9 +364,7 @@ def _prepare_cache_for_generation(
                     "a cache was passed, and use_cache is False (which some models' configurations say): transformers "
                     "would store every token again at each step. Pass use_cache=True, or no cache"
                 )
-            _check_given(
-                cache, rows, max_cache_length, layers_of_transformers(self.config.get_text_config(decoder=True), 1)
-            )
+            _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True))
             _used.get().append(_Use(cache, rows, False, encoder_length))
         _original(self, "_prepare_cache_for_generation")(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -313,8 +373,9 @@ def _prepare_cache_for_generation(
         generation_config.compile_config = _compile_config(generation_config.compile_config, config)
 
 
-def _check_given(cache: Cache, rows: int, slots: int, layers: list[Any]) -> None:
-    """Refuse a cache of the caller's that is not quantized or too small, before anything is written into it."""
+def _check_given(cache: Cache, rows: int, slots: int, text_config: PreTrainedConfig) -> None:
+    """Refuse a cache of the caller's that is not quantized, another model's, half written or too small, before anything
+    is written into it."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(own, (QuantizedCache, StaticCache)):
         raise ValueError(
@@ -326,10 +387,14 @@ def _check_given(cache: Cache, rows: int, slots: int, layers: list[Any]) -> None
             "a StaticCache can be quantized where all its layers are of full attention and none is offloaded; pass a "
             "kvpass.QuantizedCache or no cache"
         )
+    layers = layers_of_transformers(text_config, cache.get_max_length())
     if len(cache) != len(layers):
         raise ValueError(
             f"the cache that was passed has {len(cache)} layers, the model {len(layers)}; it is another model's"
         )
+    if isinstance(own, QuantizedCache):
+        own.check_fits(layers)
+        own.check_whole()
     if slots > cache.get_max_length():
         raise ValueError(
             f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "
@@ -370,15 +435,28 @@ def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
     """The compiled forward of this model for the shape of the cache in use."""
     use = used[-1] if (used := _used.get([])) else None
     shape = (type(use.cache), use.rows, use.cache.get_max_length(), use.encoder_length) if use else None
-    key = (compile_config, shape)
-    for known, compiled in self._kvpass.compiled:
-        if known == key:
-            return compiled
+    state: _State = self._kvpass
+    key = (compile_config, shape, _surroundings(self))
+    compiled = next((compiled for known, compiled in state.compiled if known == key), None)
+    if compiled is None:
+        compiled = torch.compile(decode_step(self), **(compile_config or _compile_config(None, state.config)).to_dict())
+        state.compiled.append((key, compiled))
+    return use.counting(compiled) if use and state.config.strict else compiled
 
-    step = decode_step(self)
-    compiled = torch.compile(step, **(compile_config or _compile_config(None, self._kvpass.config)).to_dict())
-    self._kvpass.compiled.append((key, compiled))
-    return compiled
+
+def _surroundings(model: Any) -> tuple[Any, ...]:
+    """What a compiled step depends on and Dynamo does not look at again, or has only few graphs for: the hooks of all
+    modules (each has a number of its own), dtypes, and what computing is done under."""
+    hooks = [
+        (index, *module._forward_pre_hooks, *module._forward_hooks)
+        for index, module in enumerate(model.modules())
+        if module._forward_pre_hooks or module._forward_hooks
+    ]
+    of_all = torch.nn.modules.module
+    hooks.append((-1, *of_all._global_forward_pre_hooks, *of_all._global_forward_hooks))
+    device = model.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tuple(hooks), model.dtype, autocast, torch.is_inference_mode_enabled()
 
 
 _steps = itertools.count()
@@ -388,8 +466,8 @@ def decode_step(model: Any) -> Callable[..., Any]:
     """A function to compile that calls ``model``.
 
     Dynamo keeps what it compiles, and counts recompiles up to a limit, by code object, and remembers by its name which
-    sizes have varied. So each model, configuration and shape has its own: a new shape never ends in eager decoding
-    because eight others came before it, nor in a graph of symbolic shapes because one did.
+    sizes have varied. So each model, configuration, shape and surroundings has its own: a new one never ends in eager
+    decoding because eight others came before it, nor in a graph of symbolic shapes because one did.
     """
 
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kvpass.config import KVQuantConfig
 from kvpass.fx_passes.report import GraphReport
 
+BYPASSED = (
+    "it kept no cache (use_cache=False), or this model's generate() has a loop of its own or calls that of a model "
+    "inside it, which is then the one to enable"
+)
 # A larger share of a layer's K or V at the end of its range is reported. A calibrated scale leaves far less there.
 _SATURATED = 0.005
 
@@ -21,6 +27,7 @@ class ModelReport:
         cache_bytes, cache_slots: Bytes of K and V that the last ``generate`` allocated, and tokens they have room for.
         cross_bytes: The same of cross attention, which has its own number of tokens.
         eager_reads: How often the last ``generate`` read a layer's decoded cache outside a compiled graph.
+        was_bypassed: The last ``generate`` did not ask for a cache, so that nothing was quantized.
         saturation: Of the cache of the last ``generate``: see :meth:`kvpass.QuantizedCache.saturation`. Empty where
             there is none, or its caller has it.
         tp_rank, tp_size: This process's tensor-parallel rank and how many there are; what else is here is this rank's.
@@ -33,6 +40,7 @@ class ModelReport:
     cache_slots: int = 0
     cross_bytes: int = 0
     eager_reads: int = 0
+    was_bypassed: bool = False
     saturation: tuple[tuple[float, float], ...] = ()
     tp_rank: int = 0
     tp_size: int = 1
@@ -72,8 +80,11 @@ class ModelReport:
             lines.append(
                 f"the last generate read a layer's cache {self.eager_reads:,} times outside a compiled graph: decoded "
                 "in full, not fused (transformers does that in beam search, with disable_compile=True, and for a "
-                "prompt that goes on in a cache)"
+                "prompt that goes on in a cache; torch does when it has compiled one step "
+                f"{torch._dynamo.config.recompile_limit} times)"
             )
+        if self.was_bypassed:
+            lines.append(f"nothing was quantized in the last generate: {BYPASSED}")
         lines += [str(graph) for graph in self.graphs]
         if not self.graphs and self.config:
             lines.append("no decode step was compiled with kvquant yet")

@@ -6,7 +6,15 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, GenerationConfig, MambaConfig, MambaForCausalLM, StaticCache
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    StaticCache,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
@@ -102,6 +110,20 @@ def test_the_callers_generation_config_is_not_changed(tiny_llama, prompt):
     assert config.to_dict() == before and config.compile_config is None
 
 
+def test_graphs_are_those_of_the_model_that_generated(tiny_llama, prompt):
+    first, second = tiny_llama(), tiny_llama()
+    second.model = first.model
+    kvpass.enable(first, "bf16")
+    kvpass.enable(second, "nvfp4")
+    generate(first, prompt), generate(second, prompt)
+    assert "K bf16" in str(kvpass.report(first)) and "nvfp4" not in str(kvpass.report(first))
+    kvpass.disable(second)
+    assert kvpass.report(first).fused == 2
+    first.load_state_dict(copy.deepcopy(first.state_dict()), assign=True)
+    generate(first, prompt)
+    assert kvpass.report(first).fused == 2
+
+
 def test_two_models_in_one_process(tiny_llama, prompt):
     first, second = tiny_llama(seed=0), tiny_llama(seed=1, num_key_value_heads=1)
     expected = [by_hand(first, prompt, "nvfp4"), by_hand(second, prompt, "fp8_e4m3")]
@@ -150,6 +172,71 @@ def test_an_instance_level_generate_is_called_and_put_back(tiny_llama, prompt):
     generate(model, prompt)
     kvpass.disable(model)
     assert model.generate is own and calls == [1]
+
+
+def test_what_was_put_around_generate_stays(tiny_llama, prompt):
+    model, calls = tiny_llama(), []
+    plain = generate(model, prompt)
+    kvpass.enable(model, "nvfp4")
+    inner = model.generate
+    model.generate = lambda *args, **kwargs: calls.append(1) or inner(*args, **kwargs)
+    kvpass.enable(model, "bf16")
+    assert torch.equal(generate(model, prompt), plain) and kvpass.report(model).fused == 2
+    kvpass.disable(model)
+    assert torch.equal(generate(model, prompt), plain) and calls == [1, 1]
+    assert "_kvpass" not in vars(model) and kvpass.report(model).graphs == ()
+
+    model = tiny_llama()
+    kvpass.enable(model, "bf16")
+    del model.generate
+    kvpass.disable(model)
+    assert torch.equal(generate(model, prompt), plain)
+
+
+class TestHooks:
+    """Dynamo does not look at them again once a step is compiled."""
+
+    @pytest.mark.parametrize("where", ["model.layers.0", "model.layers.1.self_attn.v_proj"])
+    def test_one_that_comes_goes_or_changes(self, tiny_llama, prompt, where):
+        def steer(model, by):
+            module = model.get_submodule(where)
+            return module.register_forward_hook(lambda module, args, out: out + by)
+
+        model, plain = tiny_llama(), tiny_llama()
+        kvpass.enable(model, "bf16")
+        texts = [generate(model, prompt)]
+        for by in (0.5, -2.0, None):
+            handles = [steer(m, by) for m in (model, plain)] if by else []
+            texts.append(generate(model, prompt))
+            assert torch.equal(texts[-1], by_hand(plain, prompt, "bf16"))
+            assert kvpass.report(model).eager_reads == 0
+            for handle in handles:
+                handle.remove()
+        assert torch.equal(texts[0], texts[3]) and not torch.equal(texts[0], texts[2])
+
+    def test_of_all_modules(self, tiny_llama, prompt):
+        model = tiny_llama()
+        kvpass.enable(model, "bf16")
+        first, seen = generate(model, prompt), []
+        with torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: seen.append(1) if module is model.lm_head else None
+        ):
+            assert torch.equal(generate(model, prompt), first)
+        assert len(seen) == 12
+
+
+@pytest.mark.filterwarnings("ignore:kvquant left attention unfused")  # under autocast
+def test_what_computing_is_done_under_has_steps_of_its_own(tiny_llama, prompt):
+    model = tiny_llama(num_hidden_layers=1)
+    kvpass.enable(model, "bf16")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dtype in (torch.float32, torch.bfloat16):
+            model.to(dtype)
+            for under in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+                with under:
+                    generate(model, prompt)
+                assert kvpass.report(model).eager_reads == 0
+    assert counters["stats"]["unique_graphs"] == 6
 
 
 def test_inference_mode_and_plain_calls_alternate(tiny_llama, prompt):
@@ -225,6 +312,15 @@ def test_a_conversation_goes_on_in_the_callers_cache(tiny_llama, prompt):
     plain = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=64)
     assert torch.equal(generate(model, prompt, tokens=6, past_key_values=plain, disable_compile=True), first)
     assert torch.equal(generate(model, longer, tokens=6, past_key_values=plain, disable_compile=True), second)
+
+
+def test_reads_are_those_of_the_last_generate_and_a_prompt_that_goes_on_may_be_strict(tiny_llama, prompt):
+    model = tiny_llama()
+    kvpass.enable(model, {"format": "nvfp4", "strict": True})
+    cache, text = kvpass.QuantizedCache(model.config, "nvfp4", max_cache_len=64), prompt
+    for reads in (0, 2, 2):  # by each layer, once
+        text = torch.cat([generate(model, text, tokens=6, past_key_values=cache), prompt[:, :5]], 1)
+        assert kvpass.report(model).eager_reads == reads
 
 
 def test_chunked_prefill(tiny_llama, prompt):
@@ -401,6 +497,51 @@ class TestBadInput:
         cache = kvpass.QuantizedCache(other.config, "nvfp4", max_cache_len=64)
         with pytest.raises(ValueError, match="has 1 layers, the model 2"):
             generate(model, prompt, past_key_values=cache)
+
+    def test_a_cache_for_other_windows(self, tiny_llama, prompt):
+        model = tiny_llama()
+        window = MistralConfig(**model.config.to_diff_dict() | {"sliding_window": 8, "model_type": "mistral"})
+        kvpass.enable(model, "bf16")
+        with pytest.raises(
+            ValueError, match="layer 0 of the cache is for a window of 8, the model's has full attention"
+        ):
+            generate(model, prompt, past_key_values=kvpass.QuantizedCache(window, "bf16", max_cache_len=64))
+
+    @pytest.mark.parametrize("tokens", [0, 3])
+    def test_a_cache_that_an_interrupted_forward_left(self, tiny_llama, prompt, tokens):
+        model = tiny_llama()
+        cache = kvpass.QuantizedCache(model.config, "bf16", max_cache_len=64)
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        with torch.no_grad():
+            if tokens:
+                model(prompt[:, :tokens], past_key_values=cache)
+            with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+                model(prompt[:, tokens:], past_key_values=cache)
+            kvpass.enable(model, "bf16")
+            with pytest.raises(ValueError, match="a forward was interrupted; call reset"):
+                generate(model, prompt, past_key_values=cache)
+            if tokens:
+                with pytest.raises(ValueError, match="a forward was interrupted; call reset"):
+                    model(prompt[:, -1:], past_key_values=cache)
+            cache.reset()
+            fresh = kvpass.QuantizedCache(model.config, "bf16", max_cache_len=64)
+            assert torch.equal(*(generate(model, prompt, past_key_values=c) for c in (cache, fresh)))
+
+    def test_a_generate_without_a_cache(self, tiny_llama, prompt):
+        model = tiny_llama()
+        plain = generate(model, prompt)
+        kvpass.enable(model, "nvfp4")
+        with pytest.warns(UserWarning, match="this generate did without it: it kept no cache"):
+            assert torch.equal(generate(model, prompt, use_cache=False), plain)
+        assert "nothing was quantized in the last generate" in str(kvpass.report(model))
+        generate(model, prompt)
+        assert "nothing was quantized" not in str(kvpass.report(model))
+        kvpass.enable(model, {"format": "nvfp4", "strict": True})
+        with pytest.raises(kvpass.NotFusedError, match="nothing was quantized in the last generate"):
+            generate(model, prompt, use_cache=False)
 
     def test_strict_stops_an_unfused_decode(self, tiny_llama, prompt):
         model = tiny_llama(attn_implementation="eager", output_attentions=True)
