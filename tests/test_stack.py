@@ -203,6 +203,9 @@ def test_a_state_dict_goes_on_sharing_the_weights(tiny_llama):
     generated(model)
     assert is_stacked(model)
     state = model.state_dict()
+    torch._dynamo.reset()
+    generated(model)  # what is stacked already need not be moved
+    assert kvpass.report(model).graphs[-1].linears == (10, 4)
     kvpass.disable(model)
     assert state[name].data_ptr() == weight.data_ptr()
     del state
@@ -234,6 +237,16 @@ def test_parameters_in_the_memory_of_something_else_stay_there(tiny_llama):
         assert not torch.equal(generated(model), first)
     kvpass.disable(model)
     assert k.data_ptr() == whole.data_ptr()
+
+
+def test_a_torch_that_does_not_count_the_users_of_a_storage(monkeypatch):
+    monkeypatch.delattr("torch._C._storage_Use_Count")
+    monkeypatch.setattr("kvpass.fx_passes.stack._ONE", 0)
+    module = Two(lambda m, x: (m.a(x), m.b(x)))
+    assert len(groups_of(module, X)) == 1
+    module.a.weight.data = torch.randn(6, 8)[:4]
+    torch._dynamo.reset()
+    assert groups_of(module, X) == []
 
 
 def test_stack_and_unstack():

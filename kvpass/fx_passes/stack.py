@@ -77,7 +77,8 @@ def local(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def stack(parameters: Sequence[Tensor]) -> Tensor:
     """``torch.cat(parameters)``, of which the parameters become views, unless they are views of such a tensor. Where
-    the memory of one of them is seen by something else they stay where they are, and this is a copy."""
+    the memory of one of them is seen by something else they stay where they are, and this is a copy: a graph that was
+    compiled before then makes one at each run."""
     parts = [local(parameter) for parameter in parameters]
     rows = [part.shape[0] for part in parts]
     if (whole := _view(parts, (sum(rows), *parts[0].shape[1:]))) is not None:
