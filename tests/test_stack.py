@@ -226,6 +226,12 @@ def test_parameters_in_the_memory_of_something_else_stay_there(tiny_llama):
     module.a.weight.data, module.b.weight.data = whole[6:], whole[:6]
     assert groups_of(module, X) == []
 
+    module = Two(module.use)
+    stack([module.a.weight, module.b.weight])
+    module.a.weight.data = whole = torch.randn(4, 8)  # it was moved, and is there no more
+    torch._dynamo.reset()
+    assert groups_of(module, X) == []
+
     model = tiny_llama()
     first = generated(model)
     q, k, *_ = projections(model)
