@@ -6,6 +6,10 @@ needs to spread a small one over a GPU. One larger product does it in one go.
 The weights must lie behind each other for that. :class:`Stacked` moves them into one tensor when a graph first runs,
 and makes the parameters views of it: no second copy, and what is written into a parameter afterwards is seen. A
 parameter that was given another storage since (``.data = ...``, ``.to(...)``) is moved again before the next run.
+Only the parameters hold that memory. Compiled graphs, which Dynamo keeps, look it up from them at each run.
+
+A parameter whose memory something else sees as well (a ``state_dict`` that was taken, another model, another process)
+is left where it is, or what is written to one of them would no longer be seen by the other.
 
 Of a parameter that is sharded among tensor-parallel ranks (a DTensor, which the graph takes through ``to_local``) it is
 this rank's part that moves (:func:`local`).
@@ -14,12 +18,14 @@ this rank's part that moves (:func:`local`).
 from __future__ import annotations
 
 import operator
-import weakref
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpass.fx_passes.rewrite import static_placeholder
@@ -28,10 +34,11 @@ LINEAR = torch._C._nn.linear
 # Methods that accept any strides. `view` is tried out; others are left alone.
 _ANY_STRIDES = {"reshape", "transpose", "permute", "unsqueeze", "squeeze", "to", "float", "contiguous", "expand"}
 
-_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
-_IN_PLACE |= {operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.setitem}
+# What may be done with the input of linear layers between the first and the last of them: all else may write to it.
+_READS = {LINEAR, getattr, operator.getitem, "size", "view", "repeat", *_ANY_STRIDES}
 
-_stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the storage that each parameter was moved to
+_lock = threading.RLock()  # parameters move between a look at where they are and a view of them
 
 
 class Stacked:
@@ -40,35 +47,24 @@ class Stacked:
     Attributes:
         positions: Places of the parameters among the inputs of the graph before. They agree in all but their first
             dimension.
+        shape: Of that tensor.
     """
 
-    def __init__(self, positions: Sequence[int]) -> None:
+    def __init__(self, positions: Sequence[int], shape: Sequence[int]) -> None:
         self.positions = tuple(positions)
-        self._tensor: Tensor | None = None
-        self._addresses: list[int] = []
-        _known.add(self)
+        self.shape = tuple(shape)
 
     def of(self, args: Sequence[Any]) -> Tensor:
         """The tensor for these inputs."""
         parameters = [args[position] for position in self.positions]
-        if self._tensor is None or [local(p).data_ptr() for p in parameters] != self._addresses:
-            self._tensor = stack(parameters)
-            self._addresses = [local(p).data_ptr() for p in parameters]
-        return self._tensor
-
-    def forget(self, storage: int) -> None:
-        """Let go of the tensor, if its storage is at this address; it is made anew when it is needed."""
-        if self._tensor is not None and self._tensor.untyped_storage().data_ptr() == storage:
-            self._tensor, self._addresses = None, []
+        with _lock:
+            whole = _view([local(parameter) for parameter in parameters], self.shape)
+            return stack(parameters) if whole is None else whole
 
     def example(self, args: Sequence[Any]) -> Tensor:
         """An empty tensor of the same shape, dtype and device; nothing is moved."""
-        parameters = [local(args[position]) for position in self.positions]
-        first, rows = parameters[0], sum(parameter.shape[0] for parameter in parameters)
-        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
-
-
-_known: weakref.WeakSet[Stacked] = weakref.WeakSet()
+        first = local(args[self.positions[0]])
+        return torch.empty(self.shape, dtype=first.dtype, device=first.device)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -80,36 +76,79 @@ def local(parameter: Tensor) -> Tensor:
 @torch.inference_mode(False)
 @torch.no_grad()
 def stack(parameters: Sequence[Tensor]) -> Tensor:
-    """``torch.cat(parameters)``, of which the parameters become views, unless they are views of such a tensor."""
+    """``torch.cat(parameters)``, of which the parameters become views, unless they are views of such a tensor. Where
+    the memory of one of them is seen by something else they stay where they are, and this is a copy: a graph that was
+    compiled before then makes one at each run."""
     parts = [local(parameter) for parameter in parameters]
-    first, end, rows = parts[0], parts[0].data_ptr(), [part.shape[0] for part in parts]
-    for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            break
-        end += part.nbytes
-    else:
-        return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
+    rows = [part.shape[0] for part in parts]
+    if (whole := _view(parts, (sum(rows), *parts[0].shape[1:]))) is not None:
+        return whole
     whole = torch.cat([part.detach() for part in parts])
-    for parameter, part, moved in zip(parameters, parts, whole.split(rows), strict=True):
-        part.data = moved
-        _stacked[parameter] = True
+    if not any(map(_is_seen, parameters)):
+        for parameter, part, moved in zip(parameters, parts, whole.split(rows), strict=True):
+            part.data = moved
+            _stacked[parameter] = StorageWeakRef(whole.untyped_storage())
     return whole
 
 
 def unstack(parameters: Sequence[Tensor]) -> None:
     """Give those of ``parameters`` that :func:`stack` moved a storage of their own again, one stack at a time: that is
-    all the memory it takes, and where even that is missing, what is left can be unstacked later."""
-    held: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter in _stacked:
-            held.setdefault(local(parameter).untyped_storage().data_ptr(), []).append(parameter)
-    for storage, members in held.items():
-        for stacked in _known:  # Dynamo keeps compiled graphs, and these with them
-            stacked.forget(storage)
-        for parameter in members:
-            moved = local(parameter)
-            moved.data = moved.data.clone()
-            del _stacked[parameter]
+    all the memory it takes, and where even that is missing, what is left can be unstacked later. A stack that something
+    else sees, such as a ``state_dict``, stays."""
+    with _lock:
+        held: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if (storage := _stack_of(parameter)) is not None:
+                held.setdefault(storage, []).append(parameter)
+        for members in held.values():
+            if _is_seen(members[0]):
+                continue
+            for parameter in members:
+                moved = local(parameter)
+                moved.data = moved.data.clone()
+                del _stacked[parameter]
+
+
+def _view(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """``parts`` as one tensor of ``shape``, if they lie behind each other in one storage. Every run asks: be quick."""
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return None
+        end += part.nbytes
+    storage = first.untyped_storage()  # neighbours may as well have one each
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided(shape, first.stride())
+
+
+def _stack_of(parameter: Tensor) -> int | None:
+    """The storage that :func:`stack` moved ``parameter`` to, if that is where it still is."""
+    moved, storage = _stacked.get(parameter), local(parameter).untyped_storage()._cdata
+    return storage if moved is not None and moved.cdata == storage else None
+
+
+def _is_seen(parameter: Tensor) -> bool:
+    """Whether the memory of ``parameter`` is that of something else too, parameters of its stack aside."""
+    part = local(parameter)
+    storage = part.untyped_storage()
+    if storage.is_shared() and not part.is_cuda:  # CUDA's always is, if it is asked
+        return True
+    stacked = _stack_of(parameter)
+    if stacked is None:
+        return storage.nbytes() != part.nbytes or _users(part) > _ONE
+    others = sum(_stack_of(other) == stacked for other in _stacked) - 1
+    return _users(part) > _ONE + others
+
+
+def _users(tensor: Tensor) -> int:
+    """How many tensors have this one's storage, plus a constant. It is not public: without it, none has a second."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) if hasattr(torch._C, "_storage_Use_Count") else 0
+
+
+_ONE = _users(torch.empty(1))
 
 
 def find_stacks(graph: fx.Graph, examples: Sequence[Any]) -> list[list[fx.Node]]:
@@ -127,7 +166,9 @@ def find_stacks(graph: fx.Graph, examples: Sequence[Any]) -> list[list[fx.Node]]
     return [
         linears
         for linears in groups.values()
-        if len(linears) > 1 and all(_takes_strides(linear, sum(map(_rows, linears))) for linear in linears)
+        if len(linears) > 1
+        and _is_only_read(linears)
+        and all(_takes_strides(linear, sum(map(_rows, linears))) for linear in linears)
     ]
 
 
@@ -139,7 +180,9 @@ def stack_linears(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]], origin: 
             if parameters[0] is not None:
                 held = [_placeholder(parameter) for parameter in parameters]
                 node = static_placeholder(graph, held[0], "stacked")
-                origin[node] = Stacked([origin.pop(parameter).position for parameter in held])
+                shapes = [parameter.meta["example_value"].shape for parameter in parameters]
+                shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+                origin[node] = Stacked([origin.pop(parameter).position for parameter in held], shape)
                 inputs.append(node)
         with graph.inserting_before(linears[0]):
             product = graph.call_function(LINEAR, (linears[0].args[0], *inputs))
@@ -180,28 +223,34 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...] | None:
         part = local(value)
         if not part.is_contiguous() or not part.is_floating_point():
             return None
-        if part.untyped_storage().nbytes() != part.nbytes and value not in _stacked:
-            return None  # it is part of something else's memory, which must go on seeing what is written to it
+        if _stack_of(value) is None and _is_seen(value):
+            return None  # what else sees it must go on seeing what is written to it
         if len(parameter.users) != 1 or len(held.users) != 1:
             return None
         if (held is parameter) != (part is value):
             return None  # a linear layer of a DTensor, which is not computed on this rank's part alone
-    if not isinstance(x, fx.Node) or _is_changed(x):
+    if not isinstance(x, fx.Node):
         return None
     part = local(values[_placeholder(weight)])  # type: ignore[arg-type]
     return x, bias is None, part.dtype, part.device, part.shape[1]
 
 
-def _is_changed(x: fx.Node) -> bool:
-    """Whether ``x``, or a view of it, is changed in place: linear layers before and after do not see the same."""
-    for user in x.users:
-        name = user.target if user.op == "call_method" else ""
-        if user.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):  # type: ignore[union-attr]
-            return True
-        is_view = name in _ANY_STRIDES or name == "view" or user.target is operator.getitem
-        if is_view and _is_changed(user):
-            return True
-    return False
+def _is_only_read(linears: Sequence[fx.Node]) -> bool:
+    """Whether the input that ``linears`` share is the same for all: nothing between the first and the last writes to
+    its memory, be it through a view, or what it is a view of."""
+    memory = _memory(linears[0].args[0])
+    node = linears[0]
+    while (node := node.next) is not linears[-1]:
+        reads = node.target in _READS and "out" not in node.kwargs
+        if not reads and any(memory & _memory(operand) for operand in node.all_input_nodes):
+            return False
+    return True
+
+
+def _memory(node: Any) -> set[int]:
+    """The storages of the tensors that ``node`` stands for. They are fake ones, and views share them."""
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return {local(leaf).untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _rows(linear: fx.Node) -> int:
