@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
@@ -41,6 +40,11 @@ _NO_STATIC_CACHE = {
     "mllama_text_model": "keeps K and V of images beside those of tokens, and an image does not have as many",
     "prophetnet": _OWN_MASK,
     "xlm": "keeps no K and V that another cache could hold",
+}
+# Models that attend to both sides, unless told that they are decoders. Others have `is_decoder` without a meaning.
+_ENCODERS = {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 # Models whose `generate` is that of a part of them, which makes the cache, by the part's name.
 _GENERATES_WITH = {
@@ -88,15 +92,14 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
 
 
 def _why_no_static_cache(config: PreTrainedConfig) -> str | None:
-    is_encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
-    if is_encoder and hasattr(config, "add_cross_attention"):  # BERT and its like, but not GPT-NeoX
+    if config.model_type in _ENCODERS and not config.is_decoder:
         return "attends to later tokens too, so it has no KV cache, unless its configuration says is_decoder=True"
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
         return "reads the cache by itself with recurrent_kv_cache_mode='last_loop'; supported is 'per_loop'"
     return _NO_STATIC_CACHE.get(config.model_type)
 
 
-def check_makes_a_cache(model: nn.Module) -> None:
+def check_makes_a_cache(model: Any) -> None:
     """Raise ``NotImplementedError`` for a model whose ``generate`` makes no KV cache that could be replaced."""
     model_type = model.config.model_type
     if part := _GENERATES_WITH.get(model_type):

@@ -200,6 +200,7 @@ def _all(names: str, **settings: Any) -> list[Architecture]:
 
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _LOOPED = {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3}
+_FOUR_HYBRIDS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}
 _SHARING = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _MIXED["layer_types"] * 2}
 
 
@@ -208,6 +209,7 @@ def _mrope(*section: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}, **more}
 
 
+_COMPASS = {"sliding_attention": _mrope(4, 2, 2)["rope_parameters"], "full_attention": None}
 # Not in docs/compatibility.md: most share their code with one that is, or are seldom used. Logits are compared all the
 # same (tests/test_architecture.py). Models of images get text alone.
 OTHERS = [
@@ -224,6 +226,7 @@ OTHERS = [
     *_all("Reformer", is_decoder=True, attn_layers=["local", "local"], axial_pos_embds=False),
     *_all("BailingHybrid KimiLinear", **_LINEAR, **_mla()),
     *_all("Dory", **_LOOPED, layer_types=["sliding_attention", "full_attention", "full_attention"], head_dim=32),
+    *_all("CohereCompassText", **_MIXED, rope_parameters=_COMPASS),
     *_all("Dots3NoteText", num_key_value_heads=4),
     *_all("Gemma3nText", **_SHARING, activation_sparsity_pattern=[0.0] * 4, intermediate_size=[128] * 4),
     *_all("Lfm2Moe", layer_types=["conv", "full_attention"]),
@@ -231,10 +234,12 @@ OTHERS = [
     *_all("Qwen3_5MoeText", **_LINEAR),
     *_all("RecurrentGemma", block_types=["recurrent", "attention"]),
     *_all("Zaya", num_experts_per_tok=1),
+    *_all("Zamba", **_FOUR_HYBRIDS, n_mamba_heads=2, mamba_d_state=8, use_mamba_kernels=False),
     # encoder-decoders, and what transformers lists among them
     *_all("AudioFlamingo3 BigBirdPegasus Blenderbot BlenderbotSmall FSMT GlmAsr GraniteSpeech GraniteSpeechPlus LED"),
     *_all("LongT5 M2M100 MossTranscribeDiarize MT5 MusicFlamingo Mvp NllbMoe OmniASR PegasusX PLBart ProphetNet"),
     *_all("Qwen2Audio Qwen3ASR SeamlessM4T SeamlessM4Tv2 SwitchTransformers T5Gemma Voxtral", decoder_start_token_id=3),
+    *_all("T5Gemma2", decoder=_MIXED, encoder={"text_config": _MIXED}),
     # images and text
     *_all(
         "Aria AyaVision Cohere2Vision Cosmos3Omni DeepseekVL DeepseekVLHybrid Exaone4_5_ Gemma3 Gemma4 Gemma4Unified"
@@ -243,12 +248,14 @@ OTHERS = [
     *_all(
         "LlavaNextVideo LlavaOnevision MiniMaxM3VL Mistral3 Mllama Ovis2 PPChart2Table QianfanOCR Qwen3VL ShieldGemma2"
     ),
-    *_all("SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava"),
+    *_all("ShieldGemma2 SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava"),
     *_all("Glm46V Glm4v Glmga GlmOcr HunYuanVL PaddleOCRVL Qwen2_5_VL Qwen2VL", text_config=_mrope(2, 3, 3)),
     *_all("Glm4vMoe", text_config=_mrope(1, 1, 2)),
     *_all("MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 Qwen3_5 Qwen3_5Moe", text_config=_LINEAR),
     *_all("Kimi_K25 MistralLarge4", text_config=_mla()),
     *_all("Chameleon Emu3", vocabulary_map={"<image>": 4}),
+    *_all("GraniteDocling", vision_config={"out_hidden_size": 64}),
     *_all("Lfm3Vl", text_config=_MIXED),
+    *_all("Llama4", text_config={"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 128}),
     *_all("Qwen3VLMoe", text_config={"sliding_window": None}),
 ]
