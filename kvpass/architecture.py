@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
@@ -41,6 +43,8 @@ _NO_STATIC_CACHE = {
     "prophetnet": _OWN_MASK,
     "xlm": "keeps no K and V that another cache could hold",
 }
+if Version(importlib.metadata.version("transformers")) < Version("5.24"):  # seen with 5.17
+    _NO_STATIC_CACHE |= dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _UNMASKED)
 # Models that attend to both sides, unless told that they are decoders. Others have `is_decoder` without a meaning.
 _ENCODERS = {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),

@@ -256,6 +256,5 @@ OTHERS = [
     *_all("Chameleon Emu3", vocabulary_map={"<image>": 4}),
     *_all("GraniteDocling", vision_config={"out_hidden_size": 64}),
     *_all("Lfm3Vl", text_config=_MIXED),
-    *_all("Llama4", text_config={"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 128}),
     *_all("Qwen3VLMoe", text_config={"sliding_window": None}),
 ]

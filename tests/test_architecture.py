@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_code_is_generated")
 # Those of OTHERS; which of DECODERS are, and why, is in docs/compatibility.md.
 REFUSED = {
     **dict.fromkeys(("OpenAIGPT", "Reformer", "Rwkv", "XLNet"), "takes no KV cache"),
-    **dict.fromkeys(("FalconMamba", "Mamba", "Mamba2", "xLSTM"), "no attention layers"),
+    **dict.fromkeys(("FalconMamba", "Mamba", "Mamba2", "xLSTM"), "no attention layers|no KV cache"),
     **dict.fromkeys(("AXK2", "Dots3Note", "GlmMoeDsa", "HYV4", "HYV4VL", "MistralLarge4"), "keeps more than K and V"),
     **dict.fromkeys(("Inkling2", "Inkling2Loop", "Moshi"), "leave the sliding window to the cache"),
     **dict.fromkeys(("FSMT", "LED"), "it would attend to empty slots"),
@@ -30,10 +30,12 @@ REFUSED = {
     "UnlimitedOcr": "keeps more than K and V",
     "XLM": "keeps no K and V",
 }
+if not compatibility_table.is_of_this_version():
+    REFUSED |= dict.fromkeys(("BigBird", "MegatronBert", "RemBert", "RoFormer"), "it would attend to empty slots")
 # Architectures without a tiny model here, and why.
 UNTRIED = {
     **dict.fromkeys(
-        "Apertus1p5 CohereCompass Dots3Note FastVlm Florence2 Gemma3n Inkling Inkling2 Inkling2Loop Janus PerceptionLM "
+        "Apertus1p5 CohereCompass Dots3Note FastVlm Florence2 Gemma3n Inkling Inkling2 Inkling2Loop Janus Llama4 PerceptionLM "
         "VibeVoiceAsr".split(),
         "its text model is tried",
     ),
