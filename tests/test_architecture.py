@@ -35,8 +35,8 @@ if not compatibility_table.is_of_this_version():
 # Architectures without a tiny model here, and why.
 UNTRIED = {
     **dict.fromkeys(
-        "Apertus1p5 CohereCompass Dots3Note FastVlm Florence2 Gemma3n Inkling Inkling2 Inkling2Loop Janus Llama4 PerceptionLM "
-        "VibeVoiceAsr".split(),
+        "Apertus1p5 CohereCompass Dots3Note FastVlm Florence2 Gemma3n Inkling Inkling2 Inkling2Loop Janus Llama4 "
+        "PerceptionLM VibeVoiceAsr".split(),
         "its text model is tried",
     ),
     **dict.fromkeys(
