@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
@@ -18,14 +22,41 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 _MASKS_WITHOUT_WINDOW = (
     *("kyutai_speech_to_text", "moonshine_streaming", "moshi"),
     *("inkling_text", "inkling2_text", "inkling2_loop_text", "zaya"),
+    *("qwen3_vl_moe_text", "qwen3_omni_moe_text"),
 )
-# Models that cannot have a cache of a fixed size in the place of their own, and why.
+# Models that cannot have a cache of a fixed size in the place of their own, and why. No attribute tells: transformers'
+# `_can_compile_fullgraph` is set for mllama, and not for many that work. tests/test_architecture.py looks for others.
 _WIDTH = "works with no static cache: it {} by the width of K"
+_UNMASKED = "works with no static cache: it has no mask after the prompt, so it would attend to empty slots"
+_OWN_MASK = "works with no static cache: it takes no mask but the one of two dimensions"
 _NO_STATIC_CACHE = {
+    "blt": "keeps several caches, of several decoders",
     "bloom": "makes its biases (alibi) as wide as the cache while it reads a prompt, and K has no such width then",
     "cpmant": _WIDTH.format("places its biases"),
+    "flaubert": "keeps no K and V that another cache could hold",
+    "fsmt": _UNMASKED,
+    "git": _OWN_MASK,
     "gpt_neo": _WIDTH.format("counts tokens"),
+    "led": _UNMASKED,
     "minimax": "makes a cache of its own kind, which cannot be replaced",
+    "mllama_text_model": "keeps K and V of images beside those of tokens, and an image does not have as many",
+    "prophetnet": _OWN_MASK,
+    "xlm": "keeps no K and V that another cache could hold",
+}
+if Version(importlib.metadata.version("transformers")) < Version("5.24"):  # seen with 5.17
+    _NO_STATIC_CACHE |= dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer"), _UNMASKED)
+# Models that attend to both sides, unless told that they are decoders. Others have `is_decoder` without a meaning.
+_ENCODERS = {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+# Models whose `generate` is that of a part of them, which makes the cache, by the part's name.
+_GENERATES_WITH = {
+    "blip": "text_decoder",
+    "clvp": "speech_decoder_model",
+    "kosmos-2": "text_model",
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), "language_model"),
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "thinker"),
 }
 
 _AS_THEY_ARE = tuple(
@@ -38,10 +69,10 @@ _HYBRIDS = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStatic
 def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list[Any]:
     """What transformers itself would cache each layer of the model in, after checking that all can be held."""
     check_attention(config)
+    if reason := _why_no_static_cache(config):
+        raise NotImplementedError(f"{config.model_type} {reason}")
     if in_every_layer(config, "num_attention_heads") is None:
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
-    if reason := _NO_STATIC_CACHE.get(config.model_type):
-        raise NotImplementedError(f"{config.model_type} {reason}")
     try:
         layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
     except KeyError as error:
@@ -62,6 +93,37 @@ def layers_of_transformers(config: PreTrainedConfig, max_cache_len: int) -> list
     if not any(map(holds_attention, layers)):
         raise NotImplementedError(f"{config.model_type} has no attention layers, so there is no KV cache to quantize")
     return layers
+
+
+def _why_no_static_cache(config: PreTrainedConfig) -> str | None:
+    if config.model_type in _ENCODERS and not config.is_decoder:
+        return "attends to later tokens too, so it has no KV cache, unless its configuration says is_decoder=True"
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "reads the cache by itself with recurrent_kv_cache_mode='last_loop'; supported is 'per_loop'"
+    return _NO_STATIC_CACHE.get(config.model_type)
+
+
+def check_makes_a_cache(model: Any) -> None:
+    """Raise ``NotImplementedError`` for a model whose ``generate`` makes no KV cache that could be replaced."""
+    model_type = model.config.model_type
+    if part := _GENERATES_WITH.get(model_type):
+        raise NotImplementedError(
+            f"{model_type} generates with a part of it, whose cache it is: call kvpass.enable(model.{part}, ...) and, "
+            "as before, model.generate"
+        )
+    kinds = {type(part) for part in model.modules()}
+    arguments = {name for kind in kinds for name in inspect.signature(kind.forward).parameters}
+    if arguments.isdisjoint({"cache", "past_key_values"}):
+        raise NotImplementedError(f"{model_type} takes no KV cache, so there is nothing to quantize")
+
+
+def check_inputs(config: PreTrainedConfig, inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for inputs of ``generate`` with which a static cache would have another mask."""
+    if config.model_type == "paligemma" and inputs.get("token_type_ids") is None:
+        raise ValueError(
+            "paligemma needs token_type_ids with a static cache, or its prompt is attended to in one direction only; "
+            "pass what its processor returns"
+        )
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer, StaticCache, StaticLayer
 
-from kvpass.architecture import check_attention, layers_of_transformers
+from kvpass.architecture import check_attention, check_inputs, check_makes_a_cache, layers_of_transformers
 from kvpass.backend import NotFusedError, collected, forget_reports, reports_for
 from kvpass.cache import QuantizedCache
 from kvpass.checkpoint import declaration
@@ -76,6 +76,7 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
         )
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"kvpass.enable takes a Hugging Face model with generate(), got {type(model).__name__}")
+    check_makes_a_cache(model)
     ranks = ranks_of(model)
     config = on_this_rank(config or _declared(model), ranks)
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
@@ -331,6 +332,7 @@ def _prepare_cache_for_generation(
     """
     config: KVQuantConfig = self._kvpass.config
     check_attention(self.config.get_text_config(decoder=True))
+    check_inputs(self.config, model_kwargs)
     uncompiled = {
         "beam search": generation_config.num_beams > 1,
         "disable_compile=True": generation_config.disable_compile,

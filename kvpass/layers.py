@@ -117,6 +117,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.behind, self._given = 0, None
         is_first_prefill = self.is_empty and length > 1
         if self.is_empty:
+            self.dtype = key_states.dtype  # the model's may have changed since the buffers were allocated
             learn(self.config, self.key, self.value, key_states, value_states, self.max_cache_len)
         elif not torch.compiler.is_compiling():
             self.eager_reads += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 VOCABULARY = 128
 WINDOW = 16
@@ -61,17 +62,28 @@ class Architecture:
 
     def configuration(self) -> PreTrainedConfig:
         """The configuration of the tiny model."""
-        kind = getattr(transformers, self.config)
-        known = kind()
-        settings = {name: value for name, value in _SETTINGS.items() if _has_field(known, name)} | self.settings
-        return kind(**settings)
+        return _tiny(getattr(transformers, self.config), copy.deepcopy(self.settings))  # rope_parameters are written to
 
     def model(self) -> Any:
         """The tiny model, in fp32 on the CPU."""
         torch.manual_seed(0)
         config = self.configuration()
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
+        autos = autos[1:] if config.is_encoder_decoder else autos
+        auto = next(auto for auto in autos if type(config) in auto._model_mapping)
         return auto.from_config(config, attn_implementation=self.attention).eval()
+
+
+def _tiny(kind: type[PreTrainedConfig], settings: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration of these settings and the usual ones; those of its parts too, where they are configurations."""
+    known = kind()
+    parts = {name: getattr(known, name, None) for name in kind.sub_configs}
+    usual = {name: value for name, value in _SETTINGS.items() if _has_field(known, name)}
+    usual |= {name: _tiny(type(p), {}) for name, p in parts.items() if isinstance(p, PreTrainedConfig)}
+    for name in usual.keys() & settings.keys():
+        if isinstance(usual[name], PreTrainedConfig):
+            settings = settings | {name: _tiny(type(usual[name]), settings[name])}
+    return kind(**usual | settings)
 
 
 def _has_field(config: PreTrainedConfig, name: str) -> bool:
@@ -179,4 +191,70 @@ ENCODER_DECODERS = [
     Architecture("PegasusConfig"),
     Architecture("T5Config", {"decoder_start_token_id": 3}),
     Architecture("UMT5Config", {"decoder_start_token_id": 3}),
+]
+
+
+def _all(names: str, **settings: Any) -> list[Architecture]:
+    return [Architecture(f"{name}Config", settings) for name in names.split()]
+
+
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_LOOPED = {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3}
+_FOUR_HYBRIDS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}
+_SHARING = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _MIXED["layer_types"] * 2}
+
+
+def _mrope(*section: int, **more: Any) -> dict[str, Any]:
+    """Settings of rotary embedding by time, height and width, so many pairs of channels each."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}, **more}
+
+
+_COMPASS = {"sliding_attention": _mrope(4, 2, 2)["rope_parameters"], "full_attention": None}
+# Not in docs/compatibility.md: most share their code with one that is, or are seldom used. Logits are compared all the
+# same (tests/test_architecture.py). Models of images get text alone.
+OTHERS = [
+    *_all("Apertus1p5Text AriaText AXK2 Beam BitNet Blt Cohere2Moe CTRL Cwm Ernie4_5_Moe Exaone ExaoneMoe FalconMamba"),
+    *_all("FlexOlmo Flint Fuyu Gemma4UnifiedText Git Glm4Moe GlmMoeDsa GPTNeoXJapanese GraniteSWA GraniteMoeSWA"),
+    *_all("GraniteMoeShared HrmText HunYuanMoEV1 HYV3 HYV4 HyperCLOVAX Inkling2Text Inkling2LoopText InternLM3"),
+    *_all("IQuestCoder Jais2 Kolibri1 Laguna LaraMini Mamba Mellum MiMoV2Flash Ministral3 ModernBertDecoder Moshi"),
+    *_all("NanoChat OpenAIGPT Phi4Multimodal Rwkv SarvamMoE SolarOpen TrOCR VaultGemma XLM XLNet xLSTM"),
+    *_all("AXK1 Glm4MoeLite MiniCPM3 SarvamMLA Youtu", **_mla()),
+    *_all("Bert BertGeneration Camembert Data2VecText Electra Ernie MegatronBert RemBert Roberta", is_decoder=True),
+    *_all("RobertaPreLayerNorm RoCBert RoFormer XLMRoberta XLMRobertaXL", is_decoder=True),
+    *_all("BigBird", is_decoder=True, attention_type="original_full"),
+    *_all("Xmod", is_decoder=True, default_language="en_XX"),
+    *_all("Reformer", is_decoder=True, attn_layers=["local", "local"], axial_pos_embds=False),
+    *_all("BailingHybrid KimiLinear", **_LINEAR, **_mla()),
+    *_all("Dory", **_LOOPED, layer_types=["sliding_attention", "full_attention", "full_attention"], head_dim=32),
+    *_all("CohereCompassText", **_MIXED, rope_parameters=_COMPASS),
+    *_all("Dots3NoteText", num_key_value_heads=4),
+    *_all("Gemma3nText", **_SHARING, activation_sparsity_pattern=[0.0] * 4, intermediate_size=[128] * 4),
+    *_all("Lfm2Moe", layer_types=["conv", "full_attention"]),
+    *_all("Mamba2", num_heads=8, head_dim=16),
+    *_all("Qwen3_5MoeText", **_LINEAR),
+    *_all("RecurrentGemma", block_types=["recurrent", "attention"]),
+    *_all("Zaya", num_experts_per_tok=1),
+    *_all("Zamba", **_FOUR_HYBRIDS, n_mamba_heads=2, mamba_d_state=8, use_mamba_kernels=False),
+    # encoder-decoders, and what transformers lists among them
+    *_all("AudioFlamingo3 BigBirdPegasus Blenderbot BlenderbotSmall FSMT GlmAsr GraniteSpeech GraniteSpeechPlus LED"),
+    *_all("LongT5 M2M100 MossTranscribeDiarize MT5 MusicFlamingo Mvp NllbMoe OmniASR PegasusX PLBart ProphetNet"),
+    *_all("Qwen2Audio Qwen3ASR SeamlessM4T SeamlessM4Tv2 SwitchTransformers T5Gemma Voxtral", decoder_start_token_id=3),
+    *_all("T5Gemma2", decoder=_MIXED, encoder={"text_config": _MIXED}),
+    # images and text
+    *_all(
+        "Aria AyaVision Cohere2Vision Cosmos3Omni DeepseekVL DeepseekVLHybrid Exaone4_5_ Gemma3 Gemma4 Gemma4Unified"
+    ),
+    *_all("GotOcr2 HYV4VL HyperCLOVAXVisionV2 Idefics2 Idefics3 InternVL Lfm2Vl LightOnOcr Llava LlavaNext"),
+    *_all(
+        "LlavaNextVideo LlavaOnevision MiniMaxM3VL Mistral3 Mllama Ovis2 PPChart2Table QianfanOCR Qwen3VL ShieldGemma2"
+    ),
+    *_all("ShieldGemma2 SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava"),
+    *_all("Glm46V Glm4v Glmga GlmOcr HunYuanVL PaddleOCRVL Qwen2_5_VL Qwen2VL", text_config=_mrope(2, 3, 3)),
+    *_all("Glm4vMoe", text_config=_mrope(1, 1, 2)),
+    *_all("MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 Qwen3_5 Qwen3_5Moe", text_config=_LINEAR),
+    *_all("Kimi_K25 MistralLarge4", text_config=_mla()),
+    *_all("Chameleon Emu3", vocabulary_map={"<image>": 4}),
+    *_all("GraniteDocling", vision_config={"out_hidden_size": 64}),
+    *_all("Lfm3Vl", text_config=_MIXED),
+    *_all("Qwen3VLMoe", text_config={"sliding_window": None}),
 ]

@@ -1,5 +1,7 @@
 """enable and generate on models that are not all full attention, and calls that are refused."""
 
+import copy
+
 import pytest
 import torch
 from architectures import Architecture
@@ -83,6 +85,28 @@ def test_each_encoder_length_has_code_of_its_own():
     for length in (4, 6, 4):
         model.generate(torch.full((1, length), 7), **GREEDY | {"max_new_tokens": 3})
     assert len(model._kvpass.compiled) == 2 and kvpass.report(model).eager_reads == 0
+
+
+@pytest.mark.parametrize("architecture", [T5, Architecture("LlamaConfig")], ids=lambda a: a.name)
+def test_the_model_changes_its_dtype_between_calls(architecture, prompt):
+    """The cache of the last call, that is used again, is read in the dtype of this one."""
+    model = architecture.model()
+    kvpass.enable(model, "nvfp4")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        ours = model.to(dtype).generate(prompt, **GREEDY)
+        assert torch.equal(ours, copy.deepcopy(model).generate(prompt, **GREEDY))  # a copy has a cache of its own
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(prompt, **GREEDY)
+    assert torch.equal(model.generate(prompt, **GREEDY), ours)
+
+
+def test_what_is_stored_is_read_in_the_dtype_of_the_new_tokens():
+    layer = kvpass.QuantizedCache(Architecture("LlamaConfig").configuration(), "nvfp4", max_cache_len=32).layers[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        states = torch.randn(2, 2, 9, 16, dtype=dtype)
+        layer.reset()
+        layer.update(states, states)
+        assert layer.keys.dtype == layer.values.dtype == dtype
 
 
 class TestRefused:

@@ -12,7 +12,6 @@ import torch
 from architectures import VOCABULARY, Architecture
 from torch import Tensor, fx
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 import kvpass
 from kvpass import hf
@@ -73,15 +72,10 @@ def try_architecture(architecture: Architecture, fused: kvpass.KVQuantConfig) ->
     two = model.config.is_encoder_decoder
     kind = kvpass.QuantizedEncoderDecoderCache if two else kvpass.QuantizedCache
     try:
-        cache = kind(model.config, "bf16", max_cache_len=SLOTS)
-    except NotImplementedError as error:
-        return Result(refused=str(error))
+        error, generate_error = errors(model)
+    except NotImplementedError as refusal:
+        return Result(refused=str(refusal))
     run = _Run(model)
-    config = model.config
-    own = EncoderDecoderCache(Rounded(config=config), Rounded(config=config)) if two else Rounded(config=config)
-    ours, theirs = run.tokens(cache), run.tokens(own)
-    error = _difference(ours[run.seen], theirs[run.seen])
-    generate_error = run.generate_error(Rounded(config=config))
 
     matches: list[Match] = []
     step = torch.compile(model, backend=_pass_alone(matches))
@@ -101,6 +95,21 @@ def try_architecture(architecture: Architecture, fused: kvpass.KVQuantConfig) ->
     )
 
 
+@torch.no_grad()
+def errors(model: Any) -> tuple[float, float]:
+    """``Result.error`` and ``Result.generate_error`` of a model.
+
+    Raises:
+        NotImplementedError: The model is refused.
+    """
+    config, two = model.config, model.config.is_encoder_decoder
+    kind = kvpass.QuantizedEncoderDecoderCache if two else kvpass.QuantizedCache
+    cache, run = kind(config, "bf16", max_cache_len=SLOTS), _Run(model)
+    own = EncoderDecoderCache(Rounded(config=config), Rounded(config=config)) if two else Rounded(config=config)
+    ours, theirs = run.tokens(cache), run.tokens(own)
+    return _difference(ours[run.seen], theirs[run.seen]), run.generate_error(Rounded(config=config))
+
+
 class _Run:
     """The tokens, and how a model is called with them."""
 
@@ -114,8 +123,7 @@ class _Run:
         if model.config.is_encoder_decoder:
             encoder_ids = torch.randint(4, VOCABULARY, (ROWS, 9), generator=generator)
             self.encoder_mask = (torch.arange(9) >= torch.tensor((0, 2, 5))[:, None]).long()
-            states = model.get_encoder()(input_ids=encoder_ids, attention_mask=self.encoder_mask).last_hidden_state
-            self.encoder_outputs = BaseModelOutput(last_hidden_state=states)
+            self.encoder_outputs = model.get_encoder()(input_ids=encoder_ids, attention_mask=self.encoder_mask)
 
     @property
     def seen(self) -> Tensor:
