@@ -185,7 +185,8 @@ class QuantizedCache(Cache):
         """Raise ``ValueError`` where some layers hold tokens that others were not given: a forward was interrupted."""
         for layer in self._layers:
             layer.check_whole()
-        if len({layer.is_empty for layer in self._layers}) > 1:
+        counters = {int(layer.last_position) for layer in self._layers if layer.is_initialized and layer.leads}
+        if len(counters) > 1 or len({layer.is_empty for layer in self._layers}) > 1:
             raise ValueError(HALF_WRITTEN)
 
     def _check_scales(self, scales: KVScales | None, layers: list[int]) -> None:

@@ -57,6 +57,7 @@ CODECS: dict[str, Codec] = {
 
 
 WHOLE_HEAD = 512  # the most values a head has, as a block: one scale per token and head
+TURN_MARGIN = 1.001  # by how much the mean square of tokens turned back is larger, at least, where they were turned
 
 # Block scales lie in tiles of 32 slots so that a lane of a tensor-core fragment finds the scales of its tokens side by
 # side (kvpass/kernels/attention.py says which those are). Inside a tile the five bits of the slot, b4 to b0, are

@@ -81,15 +81,13 @@ def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
     config = on_this_rank(config or _declared(model), ranks)
     probe = _new_cache(model, config, max_cache_len=1)  # raises what it can now
     config = config.resolved(probe.layer_types)  # a compiled graph does not know how many layers the model has
-    old = _forget(model)
+    _forget(model)
     _defer_stop_check()
-    if old is None:
-        replaced = {name: vars(model)[name] for name in _OVERRIDES if name in vars(model)}
-        for name in _OVERRIDES:
-            setattr(model, name, functools.partial(_call, model, name))
-    else:  # the overrides find what is new, and so does what was put around them since
-        replaced = old.replaced
-    vars(model)["_kvpass"] = _State(config, replaced, ranks=ranks)
+    vars(model)["_kvpass"] = _State(config, ranks=ranks)
+    for name in _OVERRIDES:
+        present = vars(model).get(name)
+        if not _is_override(present):
+            setattr(model, name, functools.partial(_call, model, name, present))
 
 
 def _new_cache(model: Any, config: KVQuantConfig, max_cache_len: int) -> AnyQuantizedCache:
@@ -115,24 +113,24 @@ def _declared(model: Any) -> KVQuantConfig:
 def disable(model: nn.Module) -> None:
     """Put ``model`` back as it was before :func:`enable`, and free the cache kept for it. Harmless when not enabled.
     What was put in the place of its overrides, or around them, since then is left."""
-    if state := _forget(model):
-        for name in _OVERRIDES:
-            if getattr(vars(model).get(name), "func", None) is _call:
-                delattr(model, name)
-                vars(model).update({name: state.replaced[name]} if name in state.replaced else {})
+    _forget(model)
+    for name in _OVERRIDES:
+        present: Any = vars(model).get(name)
+        if _is_override(present):
+            delattr(model, name)
+            if (before := present.args[2]) is not None:
+                setattr(model, name, before)
 
 
-def _forget(model: nn.Module) -> _State | None:
-    """Free what was kept for ``model`` and put its weights back; what was kept, None if it is not enabled."""
-    state: _State | None = vars(model).pop("_kvpass", None)
-    if state is not None:
+def _forget(model: nn.Module) -> None:
+    """Free what is kept for ``model``, and put its weights back."""
+    if state := vars(model).pop("_kvpass", None):
         state.spare = None  # what follows needs memory
         if state.substitutes is not None:
             unstack(state.substitutes.parameters)
             state.substitutes.dissolve()
     unstack(list(model.parameters()))
     forget_reports(list(model.parameters()))
-    return state
 
 
 def report(model: nn.Module) -> ModelReport:
@@ -159,9 +157,8 @@ class _State:
     """What :func:`enable` keeps on a model."""
 
     config: KVQuantConfig
-    replaced: dict[str, Any] = field(default_factory=dict)  # attributes of the model that were in the place of ours
     spare: AnyQuantizedCache | None = None
-    compiled: deque[tuple[object, Any]] = field(default_factory=lambda: deque(maxlen=64))
+    compiled: deque[tuple[object, Any]] = field(default_factory=lambda: deque(maxlen=64))  # with what they are for
     graphs: deque[GraphReport] = field(default_factory=lambda: deque(maxlen=256))
     cache_bytes: int = 0
     cache_slots: int = 0
@@ -251,16 +248,29 @@ class _Use:
 _used: ContextVar[list[_Use]] = ContextVar("_used")
 
 
-def _call(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """The override of ``name``. A model gets a partial of this, which can be copied and pickled with it. Something that
-    was put around it may still call it when the model is not enabled any more."""
-    if "_kvpass" not in vars(model):
-        return getattr(type(model), name)(model, *args, **kwargs)
-    return globals()[f"_{name.removeprefix('_')}"](model, *args, **kwargs)
+_within: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_within", default=frozenset())
 
 
-def _original(self: Any, name: str) -> Any:
-    return self._kvpass.replaced.get(name) or functools.partial(getattr(type(self), name), self)
+def _call(model: Any, name: str, before: Any, *args: Any, **kwargs: Any) -> Any:
+    """The override of ``name``, in the place of ``before`` (None for the class's own). A model gets a partial of this,
+    which can be copied and pickled with it.
+
+    What was put around an override may call it when the model is not enabled any more, or is enabled anew, and so
+    within an override of the same name; it then does what ``before`` does. So do calls of ``generate`` by itself.
+    """
+    original = functools.partial(getattr(type(model), name), model) if before is None else before
+    within, key = _within.get(), (id(model), name)
+    if "_kvpass" not in vars(model) or key in within:
+        return original(*args, **kwargs)
+    token = _within.set(within | {key})
+    try:
+        return globals()[f"_{name.removeprefix('_')}"](model, original, *args, **kwargs)
+    finally:
+        _within.reset(token)
+
+
+def _is_override(attribute: Any) -> bool:
+    return getattr(attribute, "func", None) is _call
 
 
 def _defer_stop_check() -> None:
@@ -286,22 +296,23 @@ def _defer_stop_check() -> None:
     check.is_supported = staticmethod(is_supported)
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     state: _State = self._kvpass
     state.cache_bytes = state.cache_slots = state.cross_bytes = state.eager_reads = 0
+    state.was_bypassed = False
     state.substitutes = substitutes(self, state.substitutes)
     used: list[_Use] = []
     tokens = _used.set(used), collected.set(state.graphs)
     try:
         with state.substitutes.in_place():
-            result = _original(self, "generate")(*args, **kwargs)
+            result = original(*args, **kwargs)
     finally:
         _used.reset(tokens[0])
         collected.reset(tokens[1])
-        state.was_bypassed = not used
         for use in used:
             if isinstance(use.cache, AnyQuantizedCache) and use.cache.is_initialized:
                 state.finished(use)
+    state.was_bypassed = not used
     for use in used:
         _check_fitted(use.cache)
     if state.config.strict and (state.was_bypassed or any(use.unfused for use in used)):
@@ -311,7 +322,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _init_continuous_batching(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         "continuous batching (generate_batch) keeps a paged cache of its own, which kvpass does not quantize; call "
         "generate, or kvpass.disable(model) first"
@@ -320,6 +331,7 @@ def _init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _prepare_cache_for_generation(
     self: Any,
+    original: Callable[..., Any],
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     generation_mode: Any,
@@ -331,6 +343,10 @@ def _prepare_cache_for_generation(
     ``generation_config`` is the copy that ``generate`` made for this call.
     """
     config: KVQuantConfig = self._kvpass.config
+    if (used := _used.get(None)) is None:
+        raise RuntimeError(
+            "the generate of an enabled model was replaced; call kvpass.enable(model, ...) again after that"
+        )
     check_attention(self.config.get_text_config(decoder=True))
     check_inputs(self.config, model_kwargs)
     uncompiled = {
@@ -357,7 +373,7 @@ def _prepare_cache_for_generation(
             )
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
-        _used.get().append(_Use(cache, rows, not generation_config.return_dict_in_generate, encoder_length))
+        used.append(_Use(cache, rows, not generation_config.return_dict_in_generate, encoder_length))
         model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
@@ -367,10 +383,8 @@ def _prepare_cache_for_generation(
                     "would store every token again at each step. Pass use_cache=True, or no cache"
                 )
             _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True))
-            _used.get().append(_Use(cache, rows, False, encoder_length))
-        _original(self, "_prepare_cache_for_generation")(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
+            used.append(_Use(cache, rows, False, encoder_length))
+        original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if cache is not None:
         generation_config.compile_config = _compile_config(generation_config.compile_config, config)
 
@@ -433,13 +447,13 @@ def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> Compi
     return result
 
 
-def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
+def _get_compiled_call(self: Any, original: Callable[..., Any], compile_config: CompileConfig | None) -> Any:
     """The compiled forward of this model for the shape of the cache in use."""
     use = used[-1] if (used := _used.get([])) else None
     shape = (type(use.cache), use.rows, use.cache.get_max_length(), use.encoder_length) if use else None
     state: _State = self._kvpass
     key = (compile_config, shape, _surroundings(self))
-    compiled = next((compiled for known, compiled in state.compiled if known == key), None)
+    compiled = next((compiled for known, compiled in tuple(state.compiled) if known == key), None)
     if compiled is None:
         compiled = torch.compile(decode_step(self), **(compile_config or _compile_config(None, state.config)).to_dict())
         state.compiled.append((key, compiled))
@@ -448,7 +462,8 @@ def _get_compiled_call(self: Any, compile_config: CompileConfig | None) -> Any:
 
 def _surroundings(model: Any) -> tuple[Any, ...]:
     """What a compiled step depends on and Dynamo does not look at again, or has only few graphs for: the hooks of all
-    modules (each has a number of its own), dtypes, and what computing is done under."""
+    modules, dtypes, and what computing is done under. Each hook has a number of its own: one that is registered anew
+    for every ``generate`` is compiled for every ``generate``."""
     hooks = [
         (index, *module._forward_pre_hooks, *module._forward_hooks)
         for index, module in enumerate(model.modules())

@@ -93,7 +93,7 @@ class QuantizedLayer(CacheLayerMixin):
 
         Raises:
             ValueError: The tokens do not fit the room that is left, another batch size than the cache was made for, or
-                an earlier forward that was interrupted. Nothing is overwritten then.
+                an earlier forward that was interrupted after the first one of this cache. Nothing is overwritten then.
         """
         length = key_states.shape[-2]
         if self.is_initialized:
@@ -210,7 +210,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token. The buffers, and CUDA graphs recorded over them, stay valid."""
-        self.is_empty, self.eager_reads, self.behind = True, 0, 0
+        self.is_empty, self.eager_reads, self.behind, self._given = True, 0, 0, None
         if self.is_initialized and self.leads:
             self.last_position.fill_(-1)
 

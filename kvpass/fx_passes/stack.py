@@ -53,20 +53,22 @@ class Stacked:
     def __init__(self, positions: Sequence[int], shape: Sequence[int]) -> None:
         self.positions = tuple(positions)
         self.shape = tuple(shape)
-        self._addresses: list[int] = []  # where the parameters lay behind each other when that was last looked at,
-        self._storage = 0  # and in which storage
+        # Where the parameters lay behind each other when that was last looked at, and in which storage.
+        self._addresses: list[int] = []
+        self._storage: Any = None
 
     def of(self, args: Sequence[Any]) -> Tensor:
         """The tensor for these inputs. Every run asks, and finds them where they were."""
         parts = [local(args[position]) for position in self.positions]
-        first, addresses = parts[0], [part.data_ptr() for part in parts]
+        first = parts[0]
         with _lock:
-            if addresses == self._addresses and first.untyped_storage()._cdata == self._storage:
+            addresses, storage = [part.data_ptr() for part in parts], first.untyped_storage()
+            if addresses == self._addresses and storage._cdata == self._storage.cdata:
                 return first.as_strided(self.shape, first.stride())
             whole = _view(parts, self.shape)
             if whole is None:
                 return stack([args[position] for position in self.positions])
-            self._addresses, self._storage = addresses, first.untyped_storage()._cdata
+            self._addresses, self._storage = addresses, StorageWeakRef(storage)
             return whole
 
     def example(self, args: Sequence[Any]) -> Tensor:

@@ -189,7 +189,7 @@ def decode_kernel(
     start = hidden + split * share + gl.minimum(split, larger)
     stop = start + share + gl.where(split < larger, 1, 0)
     if (split < used) & (length <= max_len):
-        # The first copies start before anything else.
+        # The first copies start before all else but that search.
         tile = start + (head * 5 + split * 11) % (stop - start)
         row = head.to(gl.int64) * max_len
         scale_tile = head.to(gl.int64) * ((max_len + 31) // 32)

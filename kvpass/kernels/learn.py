@@ -13,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpass.formats import get_format
+from kvpass.formats import TURN_MARGIN, get_format
 from kvpass.kernels.codecs import on_device, to_float32
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE, _NUM_WARPS = 4096, 16  # pairs of channels at once, and their warps
-_MARGIN = 1.001  # of kvpass.reference.centre_of
 
 
 @triton.jit
@@ -307,12 +306,12 @@ def learn(
             KEY_LEARNS_CENTRE=learns_key_centre,
             PAIRS=0 if turns is None else turns.shape[1],
             VALUE_LEARNS_CENTRE=learns_value_centre,
-            MARGIN=_MARGIN,
+            MARGIN=TURN_MARGIN,
             TILE=_TILE,
             **_constexprs(key_format, key_dim, "KEY_"),
             **_constexprs(value_format, value.shape[3], "VALUE_"),
             num_warps=_NUM_WARPS,
-            enable_fp_fusion=False,  # every rounding as in the reference, but for the order of sums
+            enable_fp_fusion=False,  # as the reference rounds, but for the order of sums, and means
         )
 
 
