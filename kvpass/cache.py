@@ -24,7 +24,7 @@ from kvpass.architecture import (
     rotary_frequencies,
 )
 from kvpass.config import ConfigLike, KVQuantConfig, LayerConfig
-from kvpass.layers import HALF_WRITTEN, HybridLayer, Lengths, QuantizedLayer
+from kvpass.layers import HybridLayer, Lengths, QuantizedLayer
 from kvpass.scales import KVScales
 
 
@@ -41,6 +41,8 @@ class QuantizedCache(Cache):
     Attributes:
         quantization: The configuration.
         layer_types: Type of each layer, as the model's config names it.
+        is_half_written: A ``generate`` with kvpass enabled was interrupted within a forward; the cache must be reset
+            before it is used again.
 
     Raises:
         ValueError: An unknown format, a ``max_cache_len`` below 1, a head_dim that the format cannot hold, or scales
@@ -53,6 +55,7 @@ class QuantizedCache(Cache):
     afterwards except in ``batch_repeat_interleave`` and ``batch_select_indices``, which change their size.
     """
 
+    is_half_written = False
     _is_part_of_two = False  # with cross attention's, in a kvpass.QuantizedEncoderDecoderCache
 
     def __init__(self, config: PreTrainedConfig, format: ConfigLike = "fp8_e4m3", max_cache_len: int = 4096) -> None:
@@ -134,7 +137,7 @@ class QuantizedCache(Cache):
 
     def reset(self) -> None:
         """Forget every token. The buffers, and CUDA graphs recorded over them, stay valid."""
-        self._most_stored = 0
+        self._most_stored, self.is_half_written = 0, False
         super().reset()  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -181,13 +184,11 @@ class QuantizedCache(Cache):
                     f"{names.get(wanted, f'a window of {wanted}')}; the cache is another model's"
                 )
 
-    def check_whole(self) -> None:
-        """Raise ``ValueError`` where some layers hold tokens that others were not given: a forward was interrupted."""
-        for layer in self._layers:
-            layer.check_whole()
+    def note_interruption(self) -> None:
+        """Find out, after a forward that raised, whether some layers were given tokens that others were not."""
         counters = {int(layer.last_position) for layer in self._layers if layer.is_initialized and layer.leads}
-        if len(counters) > 1 or len({layer.is_empty for layer in self._layers}) > 1:
-            raise ValueError(HALF_WRITTEN)
+        uneven = len(counters) > 1 or len({layer.is_empty for layer in self._layers}) > 1
+        self.is_half_written = uneven or any(layer.behind for layer in self._layers)
 
     def _check_scales(self, scales: KVScales | None, layers: list[int]) -> None:
         if scales is not None:

@@ -306,6 +306,12 @@ def _generate(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     try:
         with state.substitutes.in_place():
             result = original(*args, **kwargs)
+    except BaseException:
+        for use in used:
+            own = use.cache.self_attention_cache if isinstance(use.cache, EncoderDecoderCache) else use.cache
+            if isinstance(own, QuantizedCache):
+                own.note_interruption()
+        raise
     finally:
         _used.reset(tokens[0])
         collected.reset(tokens[1])
@@ -410,7 +416,11 @@ def _check_given(cache: Cache, rows: int, slots: int, text_config: PreTrainedCon
         )
     if isinstance(own, QuantizedCache):
         own.check_fits(layers)
-        own.check_whole()
+        if own.is_half_written:
+            raise ValueError(
+                "some layers of the cache that was passed lack its newest tokens, since the last generate was "
+                "interrupted; call its reset(), and pass the whole prompt"
+            )
     if slots > cache.get_max_length():
         raise ValueError(
             f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "

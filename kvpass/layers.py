@@ -24,7 +24,6 @@ from kvpass.scales import ScaleTensors
 # Slots of a ring beyond its window. So many tokens can be cropped from a full ring (a rejected draft of assisted
 # decoding), and one more added at once, without losing what the window still needs.
 SPARE_SLOTS = 32
-HALF_WRITTEN = "some layers of the cache lack its newest tokens: a forward was interrupted; call reset()"
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -40,7 +39,8 @@ class QuantizedLayer(CacheLayerMixin):
             a device share it; the first of them to be updated (``leads``) advances it, so a decode step launches one
             addition instead of one per layer, and the operators read it as it is.
         behind: Tokens that ``last_position`` counts already and this layer has not been given yet. Not 0 only within a
-            forward, between the update of the layer that leads and this one's.
+            forward, between the update of the layer that leads and this one's (or after one that Dynamo compiled in
+            pieces).
         is_empty: Known on the host, so that a prefill can be told from a later chunk without asking the device.
         eager_reads: Times the decoded cache was read outside a compiled graph since the last reset, hence unfused.
     """
@@ -92,8 +92,8 @@ class QuantizedLayer(CacheLayerMixin):
             for are returned as they came, beside the decoded ones before them.
 
         Raises:
-            ValueError: The tokens do not fit the room that is left, another batch size than the cache was made for, or
-                an earlier forward that was interrupted after the first one of this cache. Nothing is overwritten then.
+            ValueError: The tokens do not fit the room that is left, or another batch size than the cache was made
+                for. Nothing is overwritten then.
         """
         length = key_states.shape[-2]
         if self.is_initialized:
@@ -105,9 +105,6 @@ class QuantizedLayer(CacheLayerMixin):
             # Inside a compiled graph the counter cannot be read; the operators guard there (see kvpass.ops).
             stored = 0 if self.is_empty or torch.compiler.is_compiling() else int(self.last_position) + 1
             self._check_room(length, stored)
-            if not torch.compiler.is_compiling():
-                for layer in self._sharing:
-                    layer.check_whole()
             self.last_position.add_(length)
             newest = None if torch.compiler.is_compiling() else self._newest(length)
             for layer in self._sharing:
@@ -136,11 +133,6 @@ class QuantizedLayer(CacheLayerMixin):
             return before[0].index_copy(2, at, key_states), before[1].index_copy(2, at, value_states)
         decoded_key, decoded_value = self._read(positions, key, value)
         return decoded_key, decoded_value
-
-    def check_whole(self) -> None:
-        """Raise ``ValueError`` where the layer was not given tokens that others were: a forward was interrupted."""
-        if self.behind:
-            raise ValueError(HALF_WRITTEN)
 
     @property
     def leads(self) -> bool:

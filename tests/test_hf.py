@@ -535,28 +535,34 @@ class TestBadInput:
         ):
             generate(model, prompt, past_key_values=kvpass.QuantizedCache(window, "bf16", max_cache_len=64))
 
-    @pytest.mark.parametrize("tokens", [0, 3])
-    def test_a_cache_that_an_interrupted_forward_left(self, tiny_llama, prompt, tokens):
-        model = tiny_llama()
+    @pytest.mark.parametrize("at", [1, 4])
+    def test_a_cache_that_an_interrupted_forward_left(self, tiny_llama, prompt, at):
+        """Within the prompt, or within a step that is not compiled; between steps nothing is lost."""
+        model, calls = tiny_llama(), []
+        kvpass.enable(model, "bf16")
         cache = kvpass.QuantizedCache(model.config, "bf16", max_cache_len=64)
 
         def interrupt(*args):
-            raise KeyboardInterrupt
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
 
-        with torch.no_grad():
-            if tokens:
-                model(prompt[:, :tokens], past_key_values=cache)
-            with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-                model(prompt[:, tokens:], past_key_values=cache)
-            kvpass.enable(model, "bf16")
-            with pytest.raises(ValueError, match="a forward was interrupted; call reset"):
-                generate(model, prompt, past_key_values=cache)
-            if tokens:
-                with pytest.raises(ValueError, match="a forward was interrupted; call reset"):
-                    model(prompt[:, -1:], past_key_values=cache)
-            cache.reset()
-            fresh = kvpass.QuantizedCache(model.config, "bf16", max_cache_len=64)
-            assert torch.equal(*(generate(model, prompt, past_key_values=c) for c in (cache, fresh)))
+        def pass_on(ids, scores):
+            interrupt()
+            return scores
+
+        inputs = {"past_key_values": cache, "disable_compile": True}
+        with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            generate(model, prompt, **inputs)
+        with pytest.raises(ValueError, match="since the last generate was interrupted; call its reset"):
+            generate(model, prompt, **inputs)
+        cache.reset()
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, prompt, logits_processor=[pass_on], **inputs)
+        stored = int(cache.get_seq_length())
+        text = generate(model, generate(model, prompt, tokens=at), tokens=4, past_key_values=cache)
+        assert stored == 8 + at and text.shape == (2, 9 + at + 4)
 
     def test_a_generate_without_a_cache(self, tiny_llama, prompt):
         model = tiny_llama()
