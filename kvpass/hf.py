@@ -246,8 +246,6 @@ class _Use:
 
 
 _used: ContextVar[list[_Use]] = ContextVar("_used")
-
-
 _within: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_within", default=frozenset())
 
 
@@ -472,8 +470,8 @@ def _get_compiled_call(self: Any, original: Callable[..., Any], compile_config: 
 
 def _surroundings(model: Any) -> tuple[Any, ...]:
     """What a compiled step depends on and Dynamo does not look at again, or has only few graphs for: the hooks of all
-    modules, dtypes, and what computing is done under. Each hook has a number of its own: one that is registered anew
-    for every ``generate`` is compiled for every ``generate``."""
+    modules, what their classes compute, dtypes, and what computing is done under. Each hook has a number of its own:
+    one that is registered anew for every ``generate`` is compiled for every ``generate``."""
     hooks = [
         (index, *module._forward_pre_hooks, *module._forward_hooks)
         for index, module in enumerate(model.modules())
@@ -483,7 +481,8 @@ def _surroundings(model: Any) -> tuple[Any, ...]:
     hooks.append((-1, *of_all._global_forward_pre_hooks, *of_all._global_forward_hooks))
     device = model.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return tuple(hooks), model.dtype, autocast, torch.is_inference_mode_enabled()
+    forwards = {type(module): type(module).forward for module in model.modules()}
+    return hooks, forwards, model.dtype, autocast, torch.is_inference_mode_enabled()
 
 
 _steps = itertools.count()

@@ -108,8 +108,13 @@ def store(
 
 
 # The kernel has one program for each head. That is one launch in the place of a dozen, which is what counts for a short
-# prompt; for many tokens it is few programs (16 rows of 256 tokens took 0.9 ms on an H200), and torch sums them.
+# prompt; for many tokens it is few programs, and torch sums them.
 _MOST_TOKENS = 1024
+
+
+def _learn_centre(x: Tensor, centre: Tensor | None, turns: Tensor | None, is_written: Tensor | None) -> None:
+    if centre is not None:
+        centre.copy_(reference.centre_of(x, turns, is_written))
 
 
 def _learn_cuda(
@@ -128,10 +133,8 @@ def _learn_cuda(
     from kvpass.kernels.learn import learn as launch
 
     if key.shape[0] * key.shape[2] > _MOST_TOKENS:
-        if learns_key_centre and key_centre is not None:
-            key_centre.copy_(reference.centre_of(key, turns, is_written))
-        if learns_value_centre and value_centre is not None:
-            value_centre.copy_(reference.centre_of(value, None, is_written))
+        _learn_centre(key, key_centre if learns_key_centre else None, turns, is_written)
+        _learn_centre(value, value_centre if learns_value_centre else None, None, is_written)
         turns, learns_key_centre, learns_value_centre = None, False, False
     scales_and_centres = key_scale, key_centre, value_scale, value_centre
     launch(key, value, *scales_and_centres, turns, is_written, learns_key_centre, learns_value_centre, *formats)
@@ -167,8 +170,7 @@ def learn(
         (key, key_scale, key_centre, learns_key_centre, turns, key_format),
         (value, value_scale, value_centre, learns_value_centre, None, value_format),
     ):
-        if learns_centre and centre is not None:
-            centre.copy_(reference.centre_of(x, factors, is_written))
+        _learn_centre(x, centre if learns_centre else None, factors, is_written)
         if scale is not None:
             scale.copy_(reference.scale_of(x, get_format(format).learnt_step, centre, is_written))
 

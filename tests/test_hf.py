@@ -222,7 +222,7 @@ def test_a_generate_that_calls_itself(tiny_llama, prompt):
 
 
 class TestHooks:
-    """Dynamo does not look at them again once a step is compiled."""
+    """Dynamo does not look at them again once a step is compiled, nor at classes."""
 
     @pytest.mark.parametrize("where", ["model.layers.0", "model.layers.1.self_attn.v_proj"])
     def test_one_that_comes_goes_or_changes(self, tiny_llama, prompt, where):
@@ -241,6 +241,17 @@ class TestHooks:
             for handle in handles:
                 handle.remove()
         assert torch.equal(texts[0], texts[3]) and not torch.equal(texts[0], texts[2])
+
+    def test_the_forward_of_a_class(self, tiny_llama, prompt, monkeypatch):
+        model = tiny_llama()
+        kvpass.enable(model, "bf16")
+        first, mlp = generate(model, prompt), type(model.model.layers[0].mlp)
+        plain = mlp.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(mlp, "forward", lambda self, x: 3 * plain(self, x))
+            changed = generate(model, prompt)
+            assert torch.equal(changed, by_hand(tiny_llama(), prompt, "bf16"))
+        assert torch.equal(generate(model, prompt), first) and not torch.equal(changed, first)
 
     def test_of_all_modules(self, tiny_llama, prompt):
         model = tiny_llama()

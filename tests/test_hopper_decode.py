@@ -565,6 +565,14 @@ def test_splits_never_leave_most_of_a_device_idle():
             assert splits >= 1 and (heads * splits >= 0.5 * wanted if waves == 1 else waves <= 4), heads
 
 
+def test_nothing_is_reserved_for_more_programs_than_are_wanted():
+    fmt = get_format("fp8_e4m3")
+    device, program = hopper_decode.capacity(128, fmt, fmt, 128, 132), hopper_decode._program_bytes(128, fmt, fmt)
+    wanted = device.wanted * device.multiprocessors
+    reserved = [hopper_decode.reserved_kilobytes(program, device, count) for count in (wanted, wanted + 1)]
+    assert reserved[0] > 0 and reserved[1] == 0
+
+
 COMPILED_SHAPES = [
     # format, head_dim, batch, max_len, GQA group, shape of the mask, softcap and sinks and an added mask, slots kept
     ("nvfp4", 128, 32, 8192, 4, None, False, 0),
