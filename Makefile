@@ -21,7 +21,7 @@ test-gpu:  ## What needs a CUDA GPU; most of its time, kernels are compiled on t
 	OMP_NUM_THREADS=1 pytest -m gpu -n 8 --dist loadgroup $(ARGS)
 
 TOOL = memcheck
-SMALL = groups or several_query or hidden_rows or past_the_end or are_the_specification or slots_past or see_nothing
+SMALL = groups or several_query or hidden_rows or past_the or are_the_specification or slots_past or see_nothing or long_padding or learn_gives
 sanitize:  ## compute-sanitizer on small shapes, on a CUDA GPU; or with TOOL=racecheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 --target-processes all \
 		--kernel-name-exclude kns=cudnn python -m pytest -m gpu -n 0 --timeout 0 -k "$(SMALL)" \

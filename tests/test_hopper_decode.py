@@ -219,17 +219,21 @@ def added_long_padding(*shape):
 @hopper
 @pytest.mark.parametrize("splits", [1, 3, 40])
 @pytest.mark.parametrize(
-    ("format", "mask", "keep"),
+    ("format", "mask", "options"),
     [
-        ("nvfp4", long_padding, 0),
-        ("fp8_e4m3", long_padding, 0),
-        ("fp8_e4m3", added_long_padding, 0),
-        ("nvfp4+centred+rotated+4over6", long_padding, 12),
+        ("nvfp4", long_padding, {}),
+        ("fp8_e4m3", long_padding, {}),
+        ("fp8_e4m3", added_long_padding, {}),
+        ("nvfp4+centred+rotated+4over6", long_padding, {"keep": 12}),
+        ("nvfp4+rotated", long_padding, {"keep": 12, "head_dim": 96}),
+        ("int8", long_padding, {"softcap": 1.5}),
+        ("int8", added_long_padding, {"sinks": torch.linspace(-2, 3, 8)}),
+        ("fp8_e4m3", long_padding, {"query_length": 3, "causal": True}),
     ],
 )
-def test_long_padding_is_shared_out_and_not_read(monkeypatch, format, mask, keep, splits):
+def test_long_padding_is_shared_out_and_not_read(monkeypatch, format, mask, options, splits):
     monkeypatch.setattr(hopper_decode, "split_count", lambda *args: splits)
-    case = Case(format, batch=6, length=3000, mask=mask, keep=keep)
+    case = Case(format, batch=6, length=3000, mask=mask, **options)
     case.check()
     before = case.run()
     for row, hidden in enumerate((0, 40, 1100, 2930, 2999, 3000)):
@@ -247,6 +251,7 @@ def test_several_query_tokens(query_length, group, causal):
     Case(query_length=query_length, group=group, length=150, causal=causal).check()
     Case("fp8_e4m3", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
     Case("int8", query_length=query_length, group=group, length=150, causal=causal, mask=of_every_row).check()
+    Case("int8", query_length=query_length, group=group, length=150, causal=causal, mask=left_padding).check()
 
 
 @hopper
@@ -312,8 +317,9 @@ def test_hidden_rows_are_zero():
 
 
 @hopper
-def test_position_past_the_cache_gives_nan():
-    case = Case(length=64, max_len=64)
+@pytest.mark.parametrize("mask", [None, left_padding, added_biases])
+def test_position_past_the_cache_gives_nan(mask):
+    case = Case(length=64, max_len=64, mask=mask)
     case.positions += 1
     assert case.run().isnan().all()
 
@@ -410,6 +416,7 @@ def test_transforms_and_kept_slots(key, value, keep):
         Case(key, value, length=length, keep=keep).check()
         Case(key, value, length=length, keep=keep, head_dim=64, group=3, mask=left_padding).check()
         Case(key, value, length=length, keep=keep, head_dim=96, group=1).check()
+        Case(key, value, length=length, keep=keep, head_dim=80, mask=left_padding).check()
     Case(key, value, length=300, query_length=3, causal=True, keep=keep).check()
     Case(key, value, length=300, query_length=2, mask=of_every_row, keep=keep, head_dim=256).check()
 
