@@ -86,6 +86,17 @@ def offloaded(model: Any) -> str | None:
     return ", ".join(found) if "disk" in found or (found and len(places) > 1) else None
 
 
+def modules_of(model: Any) -> list[Any]:
+    """The modules of ``model.modules()``, in a third of its time: every ``generate`` looks at them."""
+    found, seen = [model], {model}
+    for module in found:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 class Substitutes:
     """Entries of the dictionaries of a model's modules, that can be put in the place of what is there.
 
@@ -148,7 +159,7 @@ def substitutes(model: Any, known: Substitutes | None) -> Substitutes:
     """What ``model`` is to compute with while it generates: ``known``, unless it was dispatched or split anew."""
     if known is not None and known.is_in_place:
         return known
-    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    hooked = [module for module in modules_of(model) if "_hf_hook" in vars(module)]
     sharded = _sharded_linears(model)
     made_for = [*(module._hf_hook for module in hooked), *(module.weight for module, _ in sharded)]
     if known is not None and [id(x) for x in known.made_for] == [id(x) for x in made_for]:

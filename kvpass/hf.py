@@ -31,7 +31,7 @@ from kvpass.backend import NotFusedError, collected, forget_reports, reports_for
 from kvpass.cache import QuantizedCache
 from kvpass.checkpoint import declaration
 from kvpass.config import ConfigLike, KVQuantConfig
-from kvpass.devices import Ranks, Substitutes, offloaded, on_this_rank, ranks_of, substitutes
+from kvpass.devices import Ranks, Substitutes, modules_of, offloaded, on_this_rank, ranks_of, substitutes
 from kvpass.encoder_decoder import QuantizedEncoderDecoderCache
 from kvpass.fx_passes.report import GraphReport
 from kvpass.fx_passes.stack import unstack
@@ -472,16 +472,18 @@ def _surroundings(model: Any) -> tuple[Any, ...]:
     """What a compiled step depends on and Dynamo does not look at again, or has only few graphs for: the hooks of all
     modules, what their classes compute, dtypes, and what computing is done under. Each hook has a number of its own:
     one that is registered anew for every ``generate`` is compiled for every ``generate``."""
+    modules = modules_of(model)
     hooks = [
         (index, *module._forward_pre_hooks, *module._forward_hooks)
-        for index, module in enumerate(model.modules())
+        for index, module in enumerate(modules)
         if module._forward_pre_hooks or module._forward_hooks
     ]
     of_all = torch.nn.modules.module
     hooks.append((-1, *of_all._global_forward_pre_hooks, *of_all._global_forward_hooks))
     device = model.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    forwards = {type(module): type(module).forward for module in model.modules()}
+    kinds: set[Any] = set(map(type, modules))
+    forwards = {kind: kind.forward for kind in kinds}
     return hooks, forwards, model.dtype, autocast, torch.is_inference_mode_enabled()
 
 

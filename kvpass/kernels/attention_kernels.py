@@ -21,6 +21,7 @@ import triton.language as tl
 
 from kvpass.kernels.codecs import round_to, to_float32
 from kvpass.kernels.decode import code_factor, kept_range, load_values, put_kept
+from kvpass.kernels.launch import remembered
 
 
 @triton.jit
@@ -57,6 +58,7 @@ _MIXED = tl.constexpr(1)
 _CHANGES_NOTHING = tl.constexpr(2)
 
 
+@remembered
 @triton.jit(do_not_specialize=["length", "slots", "heads"])
 def survey_kernel(
     mask,
@@ -107,6 +109,7 @@ def _seen_range(survey_row, tiles, BLOCK_N: tl.constexpr):
     return first * BLOCK_N, stop * BLOCK_N
 
 
+@remembered
 @triton.jit(do_not_specialize=["length", "max_len", "limit", "survey_tiles"])
 def attention_kernel(
     query,
@@ -355,6 +358,7 @@ def attention_kernel(
             tl.store(out + partial_row[:, None] * VALUE_DIM + value_column, result, mask=is_out)
 
 
+@remembered
 @triton.jit(do_not_specialize=["length", "limit"])
 def reduce_kernel(
     partial,

@@ -19,11 +19,13 @@ from kvpass.kernels.codecs import (
     to_float32,
 )
 from kvpass.kernels.decode import kept_rows, load_values
+from kvpass.kernels.launch import remembered
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_N = 32
 
 
+@remembered
 @triton.jit(do_not_specialize=["length", "max_len"])
 def _dequantize_kernel(
     codes,

@@ -36,6 +36,7 @@ from kvpass.kernels.hopper_operands import (
     slot_of,
     weigh_tile,
 )
+from kvpass.kernels.launch import remembered
 
 UNPACKED = gl.constexpr(2.0**14)  # multiplies decoded e2m1 codes back
 _NOTHING_SEEN = gl.constexpr(-1e30)  # the running maximum before any score
@@ -142,6 +143,7 @@ def _store_part(
     gl.store(statistics + (base + column) * 2 + 1, total, mask=row0 + column < rows)
 
 
+@remembered
 @gluon.jit(do_not_specialize=["splits"])
 def decode_kernel(
     query, key_codes, key_block_scale, key_scale, value_codes, value_block_scale, kept_slots, positions, mask,
@@ -344,6 +346,7 @@ def decode_kernel(
 # Adding the parts up --------------------------------------------------------------------------------------------------
 
 
+@remembered
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     partial, statistics, out, value_scale, value_centre, sinks, positions, max_len, splits, kv_heads, factor,

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kvpass.formats import TURN_MARGIN, get_format
 from kvpass.kernels.codecs import on_device, to_float32
+from kvpass.kernels.launch import remembered
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE, _NUM_WARPS = 4096, 16  # pairs of channels at once, and their warps
@@ -197,6 +198,7 @@ def _learn_head(
         tl.store(scale + head, tl.where(largest == 0, 1.0, power * STEP))
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "length"])
 def _learn_kernel(
     key,

@@ -8,11 +8,13 @@ import triton.language as tl
 
 from kvpass.formats import rotation_block
 from kvpass.kernels.codecs import early_launch, load_groups, neighbours, on_device, rotate, round_to, to_float32
+from kvpass.kernels.launch import remembered
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_ROWS = 4
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "length"])
 def _rotate_kernel(
     x,

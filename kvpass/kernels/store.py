@@ -24,6 +24,7 @@ from kvpass.kernels.codecs import (
     to_float32,
 )
 from kvpass.kernels.encode import choose_block_scale, encode_e2m1, encode_float8, encode_int8
+from kvpass.kernels.launch import remembered
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -172,6 +173,7 @@ def _store_rows(
         tl.store(out[:, None] + value_column, encode_float8(value, CODEC), mask=is_value)
 
 
+@remembered
 @triton.jit(do_not_specialize=["rows", "length", "max_len"])
 def _store_kernel(
     key,
