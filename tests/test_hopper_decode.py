@@ -207,9 +207,12 @@ def test_masks(format, mask):
     Case(format, batch=3, length=200, mask=mask).check()
 
 
+def hidden_slots(length):
+    return 0, 40, length // 3 + 100, length - 70, length - 1, length
+
+
 def long_padding(batch, heads, query_length, max_len, length):
-    hidden = torch.tensor([0, 40, 1100, length - 70, length - 1, length])[:, None, None, None]
-    return torch.arange(max_len) >= hidden
+    return torch.arange(max_len) >= torch.tensor(hidden_slots(length))[:, None, None, None]
 
 
 def added_long_padding(*shape):
@@ -229,15 +232,19 @@ def added_long_padding(*shape):
         ("int8", long_padding, {"softcap": 1.5}),
         ("int8", added_long_padding, {"sinks": torch.linspace(-2, 3, 8)}),
         ("fp8_e4m3", long_padding, {"query_length": 3, "causal": True}),
+        ("nvfp4", long_padding, {"length": 9000}),
+        ("nvfp4", long_padding, {"length": 9000, "max_len": 9001}),  # no row but the first is aligned
+        ("fp8_e4m3", added_long_padding, {"length": 9000}),
     ],
 )
 def test_long_padding_is_shared_out_and_not_read(monkeypatch, format, mask, options, splits):
     monkeypatch.setattr(hopper_decode, "split_count", lambda *args: splits)
-    case = Case(format, batch=6, length=3000, mask=mask, **options)
+    options = {"length": 3000} | options
+    case, length = Case(format, batch=6, mask=mask, **options), options["length"]
     case.check()
     before = case.run()
-    for row, hidden in enumerate((0, 40, 1100, 2930, 2999, 3000)):
-        tiles = min(hidden // 32, 94 - splits)  # each share has a tile, be it hidden
+    for row, hidden in enumerate(hidden_slots(length)):
+        tiles = min(hidden // 32, (length + 31) // 32 - splits)  # each share has a tile, be it hidden
         case.value.codes[row, :, : 32 * tiles] = 0xFF
         if case.value.block_scale is not None:
             case.value.block_scale[row, :, :tiles] = 0xFF
