@@ -342,24 +342,10 @@ def _first_seen(row, stride, begin, max_len, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _first_seen_word(row, begin, COUNT: gl.constexpr):
-    """The same of a boolean row whose cells are next to each other, four at a time: the first of the four."""
-    word = gl.arange(0, COUNT // 4, gl.BlockedLayout([4], [32], [1], [0]))
-    cells = gl.load((row + begin).to(gl.pointer_type(gl.int32)) + word)
-    return gl.min(gl.where(cells != 0, begin + word * 4, begin + COUNT), axis=0)
-
-
-@gluon.jit
 def leading_hidden_tiles(row, stride, length, max_len):
     """How many tiles one row of the mask hides altogether before the first that it does not."""
     end = 128  # of what was looked at: little at first, since most rows hide nothing
     first = _first_seen(row, stride, 0, max_len, 128)
-    if not row.dtype.element_ty.is_floating():
-        if stride == 1:
-            if row.to(gl.int64) % 16 == 0:
-                while (first == end) & (end + 4096 <= gl.minimum(length, max_len)):
-                    first = _first_seen_word(row, end, 4096)
-                    end += 4096
     while (first == end) & (end < length):
         first = _first_seen(row, stride, end, max_len, 1024)
         end += 1024
