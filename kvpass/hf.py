@@ -23,10 +23,10 @@ import torch
 import transformers.generation.utils
 from packaging.version import Version
 from torch import nn
-from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer, StaticCache, StaticLayer
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from kvpass.architecture import check_attention, check_inputs, check_makes_a_cache, layers_of_transformers
+from kvpass.architecture import check_attention, check_inputs, check_makes_a_cache
 from kvpass.backend import NotFusedError, collected, forget_reports, reports_for
 from kvpass.cache import QuantizedCache
 from kvpass.checkpoint import declaration
@@ -36,6 +36,7 @@ from kvpass.encoder_decoder import QuantizedEncoderDecoderCache
 from kvpass.fx_passes.report import GraphReport
 from kvpass.fx_passes.stack import unstack
 from kvpass.model_report import BYPASSED, ModelReport
+from kvpass.used_cache import AnyQuantizedCache, Use, check_fitted, check_given, self_attention
 
 _MINIMUM = {"torch": Version("2.11"), "transformers": Version("5.15")}
 for _name, _least in _MINIMUM.items():
@@ -48,7 +49,6 @@ CACHE_ARGUMENT = (
 )
 # What `enable` overrides on a model, by the functions below that do it.
 _OVERRIDES = ("generate", "init_continuous_batching", "get_compiled_call", "_prepare_cache_for_generation")
-AnyQuantizedCache = QuantizedCache | QuantizedEncoderDecoderCache
 
 
 def enable(model: nn.Module, format: ConfigLike | None = None) -> None:
@@ -188,10 +188,10 @@ class _State:
         step = max(128, 1 << max(0, slots.bit_length() - 4))
         return _new_cache(model, self.config, max_cache_len=-(-slots // step) * step)
 
-    def finished(self, use: _Use) -> None:
+    def finished(self, use: Use) -> None:
         """Note what a ``generate`` did, and keep its cache if nobody else does."""
         cache = use.cache
-        own = cache.self_attention_cache if isinstance(cache, QuantizedEncoderDecoderCache) else cache
+        own = self_attention(cache)
         self.cache_bytes, self.cache_slots = own.nbytes, own.max_cache_len * own.batch_size
         self.cross_bytes = cache.nbytes - own.nbytes
         self.eager_reads = use.reads - use.reads_before
@@ -199,53 +199,7 @@ class _State:
             self.spare = cache
 
 
-@dataclass
-class _Use:
-    """A cache that the `generate` running in this thread uses.
-
-    Attributes:
-        rows: Of its batch.
-        is_ours: Nobody else keeps it.
-        encoder_length: Of what cross attention reads; None without.
-        reads_before: What ``eager_reads`` of the cache was when ``generate`` began.
-        reads_in_steps: How much more it became in compiled steps; None where ``generate`` asked for none. Not kept
-            without ``strict``.
-    """
-
-    cache: Any
-    rows: int
-    is_ours: bool
-    encoder_length: int | None
-    reads_before: int = 0
-    reads_in_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        self.reads_before = self.reads
-
-    @property
-    def reads(self) -> int:
-        """``eager_reads`` of the cache; a static one counts none."""
-        return getattr(self.cache, "eager_reads", 0)
-
-    @property
-    def unfused(self) -> int:
-        """Reads that ``strict`` forbids: not those of a prompt that goes on in the cache, nor of its caller."""
-        return self.reads - self.reads_before if self.reads_in_steps is None else self.reads_in_steps
-
-    def counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, counting its reads."""
-        self.reads_in_steps = self.reads_in_steps or 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            before = self.reads
-            result = step(*args, **kwargs)
-            self.reads_in_steps = (self.reads_in_steps or 0) + self.reads - before
-            return result
-
-        return counted
-
-
-_used: ContextVar[list[_Use]] = ContextVar("_used")
+_used: ContextVar[list[Use]] = ContextVar("_used")
 _within: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_within", default=frozenset())
 
 
@@ -299,15 +253,14 @@ def _generate(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     state.cache_bytes = state.cache_slots = state.cross_bytes = state.eager_reads = 0
     state.was_bypassed = False
     state.substitutes = substitutes(self, state.substitutes)
-    used: list[_Use] = []
+    used: list[Use] = []
     tokens = _used.set(used), collected.set(state.graphs)
     try:
         with state.substitutes.in_place():
             result = original(*args, **kwargs)
     except BaseException:
         for use in used:
-            own = use.cache.self_attention_cache if isinstance(use.cache, EncoderDecoderCache) else use.cache
-            if isinstance(own, QuantizedCache):
+            if isinstance(own := self_attention(use.cache), QuantizedCache):
                 own.note_interruption()
         raise
     finally:
@@ -318,7 +271,7 @@ def _generate(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
                 state.finished(use)
     state.was_bypassed = not used
     for use in used:
-        _check_fitted(use.cache)
+        check_fitted(use.cache)
     if state.config.strict and (state.was_bypassed or any(use.unfused for use in used)):
         raise NotFusedError(f"with strict=True, generate must decode through the compiled graph.\n{report(self)}")
     if state.was_bypassed:
@@ -377,7 +330,7 @@ def _prepare_cache_for_generation(
             )
         slots = max(max_cache_length, generation_config.max_cache_len or 0)
         cache = self._kvpass.take(self, rows, slots)
-        used.append(_Use(cache, rows, not generation_config.return_dict_in_generate, encoder_length))
+        used.append(Use(cache, rows, not generation_config.return_dict_in_generate, encoder_length))
         model_kwargs[CACHE_ARGUMENT] = cache
     else:
         if cache is not None:
@@ -386,58 +339,11 @@ def _prepare_cache_for_generation(
                     "a cache was passed, and use_cache is False (which some models' configurations say): transformers "
                     "would store every token again at each step. Pass use_cache=True, or no cache"
                 )
-            _check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True))
-            used.append(_Use(cache, rows, False, encoder_length))
+            check_given(cache, rows, max_cache_length, self.config.get_text_config(decoder=True))
+            used.append(Use(cache, rows, False, encoder_length))
         original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if cache is not None:
         generation_config.compile_config = _compile_config(generation_config.compile_config, config)
-
-
-def _check_given(cache: Cache, rows: int, slots: int, text_config: PreTrainedConfig) -> None:
-    """Refuse a cache of the caller's that is not quantized, another model's, half written or too small, before anything
-    is written into it."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if not isinstance(own, (QuantizedCache, StaticCache)):
-        raise ValueError(
-            f"kvpass is enabled on this model, and a {type(cache).__name__} was passed, which would not be quantized; "
-            "pass a kvpass.QuantizedCache or no cache, or call kvpass.disable(model)"
-        )
-    if isinstance(own, StaticCache) and (own.offloading or any(type(layer) is not StaticLayer for layer in own.layers)):
-        raise ValueError(
-            "a StaticCache can be quantized where all its layers are of full attention and none is offloaded; pass a "
-            "kvpass.QuantizedCache or no cache"
-        )
-    layers = layers_of_transformers(text_config, cache.get_max_length())
-    if len(cache) != len(layers):
-        raise ValueError(
-            f"the cache that was passed has {len(cache)} layers, the model {len(layers)}; it is another model's"
-        )
-    if isinstance(own, QuantizedCache):
-        own.check_fits(layers)
-        if own.is_half_written:
-            raise ValueError(
-                "some layers of the cache that was passed lack its newest tokens, since the last generate was "
-                "interrupted; call its reset(), and pass the whole prompt"
-            )
-    if slots > cache.get_max_length():
-        raise ValueError(
-            f"prompt and new tokens need {slots} slots, but the cache that was passed has {cache.get_max_length()}; "
-            f"make it with max_cache_len={slots} or more"
-        )
-    if own.is_initialized and own.batch_size != rows:
-        raise ValueError(f"the batch has {rows} rows, but the cache that was passed was allocated for {own.batch_size}")
-
-
-def _check_fitted(cache: Cache) -> None:
-    """Raise if a compiled decode step ran over the end of ``cache``: the caller passed only the new tokens of a
-    conversation, so that what the cache needed could not be known before."""
-    if not isinstance(cache, AnyQuantizedCache) or not cache.is_initialized:
-        return
-    if (stored := int(cache.get_seq_length())) > cache.max_cache_len:
-        raise RuntimeError(
-            f"the cache that was passed has {cache.max_cache_len} slots, and {stored} tokens were generated into it: "
-            f"the tokens after the first {cache.max_cache_len} are meaningless. Make it with max_cache_len={stored}"
-        )
 
 
 def _compile_config(given: CompileConfig | None, config: KVQuantConfig) -> CompileConfig:

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.hf import CACHE_ARGUMENT
+from kvpass.used_cache import Use
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -753,7 +754,7 @@ def test_who_may_learn_late_that_it_is_over(tiny_llama, monkeypatch, kind, retur
         cache.layers.append(hf.LinearAttentionLayer())
     ask = utils.DeferredStopCheck.is_supported
     assert not ask(torch.device("cuda"), cache, returned, is_assistant=False)  # no generate of ours
-    token = hf._used.set([hf._Use(cache, 1, not returned, None)])
+    token = hf._used.set([Use(cache, 1, not returned, None)])
     try:
         assert ask(torch.device("cuda"), cache, returned, is_assistant=False) == (kind == "attention" or not returned)
         assert not ask(torch.device("cuda"), cache, returned, is_assistant=True)

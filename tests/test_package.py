@@ -25,7 +25,7 @@ LAYERS = (
     ("architecture", "first_tokens"),
     ("layers",),
     ("cache", "encoder_decoder", "static_cache", "fx_passes"),
-    ("backend", "calibrate", "devices", "model_report"),
+    ("backend", "calibrate", "devices", "model_report", "used_cache"),
     ("hf", "accuracy", "bench"),
     ("kvpass",),
     ("cli", "__main__"),
