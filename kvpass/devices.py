@@ -87,7 +87,7 @@ def offloaded(model: Any) -> str | None:
 
 
 def modules_of(model: Any) -> list[Any]:
-    """The modules of ``model.modules()``, in a third of its time: every ``generate`` looks at them."""
+    """The modules of ``model.modules()`` in another order and a third of the time: every ``generate`` looks at them."""
     found, seen = [model], {model}
     for module in found:  # which grows meanwhile
         for child in module._modules.values():

@@ -12,6 +12,7 @@ from kvpass import cli
 from kvpass.bench import capacity, generate, plan
 from kvpass.bench.capacity import Attempt, search
 from kvpass.bench.chart import newest
+from kvpass.bench.generate import BASELINES
 from kvpass.bench.models import SHAPES, load_config, load_model, streamed_bytes
 from kvpass.bench.plan import Plan, cache_bytes, parse_bytes
 from kvpass.bench.record import Output
@@ -251,27 +252,31 @@ def test_shapes_have_the_sizes_their_names_say():
 # The picture ---------------------------------------------------------------------------------------------------------
 
 
-def test_chart_takes_the_newest_run_that_has_a_peer(tmp_path, capsys):
+def test_chart_takes_the_newest_run_that_has_the_static_cache(tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    static = BASELINES["static"][0]
     row = {"benchmark": "generate", "model": "m", "case": "4x128", "kind": "kvpass", "date": "2"}
     row |= {"gpu": "GPU", "dtype": "bf16"}
     rows = [
-        {**row, "variant": "static", "kind": "peer", "ms": 1.0, "date": "7", "gpu": "another"},
+        {**row, "variant": static, "kind": "peer", "ms": 1.0, "date": "7", "gpu": "another"},
         {**row, "variant": "a", "ms": 2.0, "date": "1"},
-        {**row, "variant": "static", "kind": "peer", "ms": 7.0, "date": "1"},
+        {**row, "variant": static, "kind": "peer", "ms": 7.0, "date": "1"},
         {**row, "variant": "a", "ms": 1.25},
-        {**row, "variant": "static", "kind": "peer", "ms": 6.0},
+        {**row, "variant": static, "kind": "peer", "ms": 6.0},
         {**row, "variant": "b", "status": "FAILED"},
         {**row, "variant": "a", "ms": 1.5, "date": "3"},
-        {**row, "variant": "static", "kind": "peer", "ms": 3.0, "date": "4", "tp": 2},
+        {**row, "variant": static, "kind": "peer", "ms": 3.0, "date": "4", "tp": 2},
         {**row, "variant": "a", "ms": 9.0, "date": "5", "device_map": "auto"},
         {**row, "variant": "a", "ms": 8.0, "date": "6", "model": "other"},
+        {**row, "variant": "another peer", "kind": "peer", "ms": 0.1, "date": "4"},
         {**row, "variant": "a", "ms": 0.5, "case": "16x8", "tp": 1},
+        {**row, "variant": "another peer", "kind": "peer", "ms": 0.7, "case": "16x8"},
+        {**row, "variant": "a", "ms": 0.6, "case": "16x8", "date": "3"},
     ]
     file, out = tmp_path / "rows.jsonl", tmp_path / "chart.svg"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {case: [(row["variant"], row["ms"]) for row in rows] for case, rows in newest(file, "m").items()}
-    assert found == {"16x8": [("a", 0.5)], "4x128": [("static", 6.0), ("a", 1.25)]}
+    assert found == {"16x8": [("another peer", 0.7), ("a", 0.5)], "4x128": [(static, 6.0), ("a", 1.25)]}
     assert list(found) == ["16x8", "4x128"]
     assert cli.main(["bench", "chart", "--rows", str(file), "--model", "m", "--out", str(out)]) == 0
     drawn = out.read_text()

@@ -1,84 +1,168 @@
-"""That a launch which is remembered is the one that triton would have found."""
+"""That a launch which is remembered is the one that triton would have made, with a driver that only notes launches."""
 
+import json
+
+import compile_only
 import pytest
 import torch
 
-pytest.importorskip("triton")
-from kvpass.kernels import launch  # noqa: E402
+triton = pytest.importorskip("triton")
+launch = pytest.importorskip("kvpass.kernels.launch")
+tl = triton.language
 
-X = torch.empty(64)
+GRID = (3, 2)
 
 
-class Kernel:
-    """Compiles a form for each launch, and notes what is compiled and what is launched."""
+@triton.jit(do_not_specialize=["length"])
+def _kernel(x, y, length, stride, factor, BLOCK: tl.constexpr, OTHER: tl.constexpr):
+    value = length + stride
+    if y is not None:
+        value += tl.load(y).to(tl.int32)
+    if factor is not None:
+        value *= factor
+    tl.store(x + tl.arange(0, BLOCK), (value + OTHER).to(x.dtype.element_ty))
 
-    arg_names = ("x", "y", "n", "scale", "BLOCK", "OTHER")
+
+class _Noting(compile_only._CompileOnly):
+    """Compiles, and notes what would be launched."""
 
     def __init__(self):
-        self.compiled, self.launched = [], []
+        self.launched, self.utils = [], self
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.launched.append(arguments)
+
+    def load_binary(self, name, kernel, shared, device):
+        return name, object(), 1, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module):
+        pass
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+class _Elsewhere:
+    """What a kernel takes of a tensor, on a second device."""
+
+    dtype = torch.float32
+
+    def data_ptr(self):
+        return 4096
+
+    def get_device(self):
+        return 1
+
+
+def _calls():
+    x = torch.empty(64)
+    constants = {"OTHER": 8, "num_warps": 1, "BLOCK": 4}  # in another order than the kernel has them
+    for arguments in (
+        (x, None, 3, 5, 1.0),
+        (x.bfloat16(), None, 3, 5, 1.0),
+        (x[1:], None, 3, 5, 1.0),
+        (x[2:], None, 3, 5, 1.0),
+        (x, x, 3, 5, 1.0),
+        (x, x.bool(), 3, 5, 1.0),
+        (x, x.to(torch.uint8), 3, 5, 1.0),
+        (x, x[3:], 3, 5, 1.0),
+        (x, None, 1, 5, 1.0),
+        (x, None, 2**40, 5, 1.0),
+        (x, None, 3, 1, 1.0),
+        (x, None, 3, 16, 1.0),
+        (x, None, 3, 2**40, 1.0),
+        (x, None, 3, 5, 1),
+        (x, None, 3, 5, None),
+    ):
+        yield arguments, constants
+    for changes in ({"OTHER": 4, "BLOCK": 8}, {"OTHER": 1}, {"num_warps": 2}, {"num_stages": 1}):
+        yield (x, None, 3, 5, 1.0), constants | changes
+    yield (x, None, 3, 5, 1.0), {"OTHER": 8, "num_stages": 1, "BLOCK": 4}
+
+
+def launch_without_gpu() -> None:
+    """Print of which calls a form that triton would not have chosen, or other arguments, were launched; whether all had
+    forms of their own; and how many two launches on another device have."""
+    triton.runtime.driver.set_active(noting := _Noting())
+    remembered, calls = launch.remembered(_kernel), list(_calls())
+    chosen = []
+    for arguments, constants in calls:
+        _kernel[GRID](*arguments, **constants)
+        remembered[GRID](*arguments, **constants)
+        chosen.append(noting.launched[-2:])
+    own, wrong = remembered.kernel, []
+    remembered.kernel = None  # nothing is compiled any more
+    for index, ((arguments, constants), (by_triton, first)) in enumerate(zip(calls, chosen, strict=True)):
+        factor = 2.5 if isinstance(arguments[4], float) else arguments[4]  # of which no form depends
+        remembered[GRID](*arguments[:4], factor, **constants)
+        given = (*arguments[:4], factor, constants["BLOCK"], constants["OTHER"])
+        for launched, expected in ((first, (*arguments, *given[5:])), (noting.launched[-1], given)):
+            # The grid, the stream, the function, of which every form has one, and its options
+            same = launched[:6] == by_triton[:6] and launched[:4] == (*GRID, 1, 0)
+            if not (same and all(x is y or x == y for x, y in zip(launched[-7:], expected, strict=True))):
+                wrong.append(index)
+    remembered.kernel, before = own, len(remembered._compiled)
+    for _ in range(2):
+        remembered[GRID](_Elsewhere(), None, 3, 5, 1.0, **calls[0][1])
+    print(json.dumps([wrong, before == len(calls), len(remembered._compiled) - before]))
+
+
+def test_what_is_launched_is_what_triton_would_have_launched():
+    assert compile_only.run(__file__) == [[], True, 1]
+
+
+class _Kernel:
+    """Hands out what it is told to."""
+
+    arg_names = ("x", "n", "BLOCK")
+
+    def __init__(self, form):
+        self.form, self.launches = form, []
 
     def __getitem__(self, grid):
-        def compile_and_launch(*args, **constants):
-            self.compiled.append(args)
-            return Form(self.launched)
-
-        return compile_and_launch
+        return lambda *arguments, **constants: self.launches.append((grid, *arguments)) or self.form
 
 
-class Form:
-    def __init__(self, launched):
-        self.launched = launched
+class _Form(triton.compiler.CompiledKernel):
+    module = None
+
+    def __init__(self):
+        self.launches = []
 
     def __getitem__(self, grid):
-        return lambda *args: self.launched.append((self, grid, args))
-
-
-def constants(**changes):
-    return {"BLOCK": 4, "OTHER": "a", "num_warps": 1} | changes
-
-
-def test_the_same_is_compiled_once_and_gets_its_own_grid_and_arguments():
-    kernel, calls = Kernel(), [((3,), X[:16], 1.0), ((3,), X[16:], 2.5), ((5, 7), X[32:], 1.0)]
-    remembered = launch.Remembered(kernel)
-    for grid, x, scale in calls:
-        remembered[grid](x, None, 3, scale, **constants())
-    assert len(kernel.compiled) == 1 and len({form for form, *_ in kernel.launched}) == 1
-    (_, *first), (_, *second) = kernel.launched
-    assert first == [(3, 1, 1), (calls[1][1], None, 3, 2.5, 4, "a")]
-    assert second == [(5, 7, 1), (calls[2][1], None, 3, 1.0, 4, "a")]
+        return lambda *arguments: self.launches.append((grid, *arguments))
 
 
 def test_what_is_remembered_has_a_limit(monkeypatch):
     monkeypatch.setattr(launch, "_MOST", 4)
-    kernel = Kernel()
+    kernel, x = _Kernel(_Form()), torch.empty(4)
     remembered = launch.Remembered(kernel)
-    for length in (*range(10, 20), 19):
-        remembered[(1,)](X, None, length, 1.0, **constants())
-    assert len(kernel.compiled) == 10 and len(kernel.launched) == 1 and len(remembered._compiled) <= 4
+    for n in (*range(10, 20), 19):
+        remembered[(2,)](x, n, BLOCK=8)
+    assert len(kernel.launches) == 10 and len(remembered._compiled) <= 4
+    assert kernel.form.launches == [((2, 1, 1), x, 19, 8)]
 
 
-@pytest.mark.parametrize(
-    ("args", "changes"),
-    [
-        ((X.bfloat16(), None, 3, 1.0), {}),
-        ((X[1:], None, 3, 1.0), {}),  # its address is no multiple of 16
-        ((X, X, 3, 1.0), {}),
-        ((X, None, 1, 1.0), {}),
-        ((X, None, 16, 1.0), {}),
-        ((X, None, 2**40, 1.0), {}),
-        ((X, None, 3, 1), {}),
-        ((X, None, 3, None), {}),
-        ((X, None, 3, 1.0), {"BLOCK": 8}),
-        ((X, None, 3, 1.0), {"OTHER": "b"}),
-        ((X, None, 3, 1.0), {"num_warps": 2}),
-        ((X, None, 3, 1.0), {"num_stages": 1}),
-    ],
-)
-def test_what_may_take_another_form_is_compiled(args, changes):
-    kernel = Kernel()
+@pytest.mark.parametrize("form", [None, object()])
+def test_what_cannot_be_launched_is_not_remembered(form):
+    kernel, x = _Kernel(form), torch.empty(4)
     remembered = launch.Remembered(kernel)
-    remembered[(1,)](X, None, 3, 1.0, **constants())
-    remembered[(1,)](*args, **constants(**changes))
-    assert len(kernel.compiled) == 2 and not kernel.launched
-    remembered[(1,)](*args, **constants(**changes))
-    assert len(kernel.compiled) == 2 and kernel.launched[0][2] == (*args, *list(constants(**changes).values())[:2])
+    for _ in range(2):
+        remembered[(2,)](x, 1, BLOCK=8)
+    assert kernel.launches == 2 * [((2,), x, 1)]
+
+
+def test_amd_and_the_interpreter_launch_by_themselves(monkeypatch):
+    kernel = triton.JITFunction(_kernel.fn)
+    assert isinstance(launch.remembered(kernel), launch.Remembered)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert launch.remembered(kernel) is kernel
+    other = object()
+    assert launch.remembered(other) is other
+
+
+if __name__ == "__main__":
+    launch_without_gpu()

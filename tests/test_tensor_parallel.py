@@ -120,6 +120,14 @@ def test_scales_of_several_ranks_need_as_many(tiny_llama, tmp_path):
         kvpass.enable(model, kvpass.KVQuantConfig(scales=scales.shard(1, 2)))
 
 
+def test_the_modules_of_a_model_are_all_its_modules():
+    shared, parent = torch.nn.Linear(2, 2), torch.nn.ModuleList([torch.nn.Sequential(torch.nn.ReLU()), None])
+    parent.extend([shared, torch.nn.Sequential(shared)])
+    parent[0].add_module("parent", parent)
+    found = devices.modules_of(parent)
+    assert found[0] is parent and len(found) == len(set(found)) and set(found) == set(parent.modules())
+
+
 # Dispatched over devices by accelerate -------------------------------------------------------------------------------
 
 

@@ -6,13 +6,15 @@ import json
 import math
 from pathlib import Path
 
+from kvpass.bench.generate import BASELINES
 from kvpass.bench.record import Row
 from kvpass.pretrained import require
 
 
 def newest(path: Path, model: str) -> dict[str, list[Row]]:
     """Of each case, from few tokens to many, the rows with a time of one run, peers first: of the newest run that
-    measured a peer, or without such a one of the newest. All are of one GPU, as the newest row's, and of its dtype.
+    measured the static cache, or without such a one another peer, or none. All are of one GPU, as the newest row's, and
+    of its dtype.
 
     Raises:
         ValueError: The file is not there, or has no such row of ``model``.
@@ -28,13 +30,15 @@ def newest(path: Path, model: str) -> dict[str, list[Row]]:
             found.setdefault(row["case"], {}).setdefault(row["date"], []).append(row)
     if not found:
         raise ValueError(f"{path} has no row of kvpass bench generate with a time for {model!r} on one GPU")
-    chosen = {case: max(runs.items(), key=lambda run: (_has_peer(run[1]), run[0]))[1] for case, runs in found.items()}
+    chosen = {case: max(runs.items(), key=lambda run: (*_peers(run[1]), run[0]))[1] for case, runs in found.items()}
     ordered = sorted(chosen, key=lambda case: (math.prod(map(int, case.split("x"))), case))
     return {case: sorted(chosen[case], key=lambda row: row["kind"] != "peer") for case in ordered}
 
 
-def _has_peer(rows: list[Row]) -> bool:
-    return any(row["kind"] == "peer" for row in rows)
+def _peers(rows: list[Row]) -> tuple[bool, bool]:
+    """Whether the static cache is among ``rows``, and whether any peer is."""
+    peers = [row["variant"] for row in rows if row["kind"] == "peer"]
+    return BASELINES["static"][0] in peers, bool(peers)
 
 
 def draw(path: Path, model: str, out: Path) -> None:

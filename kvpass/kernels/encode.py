@@ -40,54 +40,61 @@ def encode_float8(x, CODEC: tl.constexpr):
 def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
     """The least fp32 number at or above (``TIE_RISES``) or above ``MIDPOINT * divisor``, whose product is not rounded.
 
-    A midpoint has at most three bits. So both parts of the product are exact, their sum is rounded once, and what it
-    was rounded by is exact too, contracted to fused operations or not.
+    A midpoint has at most three bits. So both parts of the product are exact, their sum is rounded once, and what is
+    left of the larger part is exact too, contracted to fused operations or not.
     """
     high = (divisor.to(tl.int32, bitcast=True) & -8).to(tl.float32, bitcast=True)
-    low = divisor - high
-    product = high * MIDPOINT + low * MIDPOINT
-    excess = (high * MIDPOINT - product) + low * MIDPOINT
-    is_below = excess > 0 if TIE_RISES else excess >= 0  # neither, where the product is infinite
+    low = (divisor - high) * MIDPOINT
+    product = high * MIDPOINT + low
+    rest = product - high * MIDPOINT
+    is_below = low > rest if TIE_RISES else low >= rest  # neither, where the product is infinite or NaN
     return (product.to(tl.int32, bitcast=True) + is_below.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
-    """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. int32.
+    """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. Those of
+    ``even`` in bits 0 to 3 and those of ``odd`` in bits 4 to 7 of int32; 0 where the divisor is 0 or NaN.
 
     ``even`` and ``odd`` are two fp32 tiles ``[blocks, values]``, ``divisor`` is ``[blocks]``. A value is compared with
     midpoint times divisor, which is worked out once per block; a division per value made the store half as fast.
     """
-    # The tie between codes n and n + 1 rises, to even, where n is odd.
-    to_1 = _least_above(divisor, 0.25, not TIES_TO_EVEN)[:, None]
+    # Nothing is above NaN. (That zero is one too keeps the signs, and with them 30 registers, from being found early.)
+    is_usable = divisor > 0
+    zero = tl.where(is_usable, 0.0, float("nan"))[:, None]
+    # The tie between codes n and n + 1 rises, to even, where n is odd. A quarter of a divisor that is far from
+    # subnormal is exact, and so are doubles: what is the least number above twice a midpoint, too.
+    to_1 = divisor * 0.25
+    if TIES_TO_EVEN:
+        to_1 = (to_1.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    to_1 = tl.where(is_usable, to_1, float("nan"))[:, None]
+    divisor = tl.where(is_usable, divisor, float("nan"))
     to_2 = _least_above(divisor, 0.75, True)[:, None]
     to_3 = _least_above(divisor, 1.25, not TIES_TO_EVEN)[:, None]
     to_4 = _least_above(divisor, 1.75, True)[:, None]
-    to_5 = _least_above(divisor, 2.5, not TIES_TO_EVEN)[:, None]
-    to_6 = _least_above(divisor, 3.5, True)[:, None]
-    to_7 = _least_above(divisor, 5.0, not TIES_TO_EVEN)[:, None]
-    return (
-        _code_between(even, to_1, to_2, to_3, to_4, to_5, to_6, to_7),
-        _code_between(odd, to_1, to_2, to_3, to_4, to_5, to_6, to_7),
-    )
+    to_5, to_6, to_7 = 2 * to_3, 2 * to_4, 4 * to_3
+    codes = tl.zeros(even.shape, tl.int32)
+    codes = _add_code(codes, even, zero, to_1, to_2, to_3, to_4, to_5, to_6, to_7, 1)
+    return _add_code(codes, odd, zero, to_1, to_2, to_3, to_4, to_5, to_6, to_7, 16)
 
 
 @triton.jit
-def _code_between(x, to_1, to_2, to_3, to_4, to_5, to_6, to_7):
-    """How many of seven ascending numbers ``|x|`` reaches, found by halves, and the sign in bit 3.
+def _add_code(codes, x, zero, to_1, to_2, to_3, to_4, to_5, to_6, to_7, UNIT: tl.constexpr):
+    """``codes``, and in units of ``UNIT`` how many of seven ascending numbers ``|x|`` reaches, found by halves, and 8
+    where ``x`` is negative.
 
     What a comparison decides is selected at once: few predicates live at a time, and a GPU has seven.
     """
     magnitude = tl.abs(x)
-    sign = tl.where(x < 0, 8, 0)
     is_above = magnitude >= to_4
-    code = tl.where(is_above, sign + 4, sign)
+    codes = tl.where(is_above, codes + 4 * UNIT, codes)
     middle = tl.where(is_above, to_6, to_2)
     lower = tl.where(is_above, to_5, to_1)
     upper = tl.where(is_above, to_7, to_3)
     is_above = magnitude >= middle
-    code = tl.where(is_above, code + 2, code)
-    return code + (magnitude >= tl.where(is_above, upper, lower)).to(tl.int32)
+    codes = tl.where(is_above, codes + 2 * UNIT, codes)
+    codes = tl.where(magnitude >= tl.where(is_above, upper, lower), codes + UNIT, codes)
+    return tl.where(x < zero, codes + 8 * UNIT, codes)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 _MOST = 1024  # launches remembered of a kernel: every length of a prompt has its own
@@ -15,20 +16,25 @@ class Remembered:
     """A kernel that launches at once what it has launched before: ``kernel[grid](*arguments, **constants)``.
 
     Triton finds out at every launch which compiled form of a kernel takes its arguments, and that costs the host twice
-    what the launch itself does. What the form depends on is the key here: dtypes and alignment of tensors, whole
-    numbers, what is None, constexprs, options and the device. The first argument is a tensor on the current device, and
-    constexprs are given by name.
+    what the launch itself does. What the arguments have to do with it is the key here: dtypes and alignment of tensors,
+    whole numbers, what is None, constexprs, options and the device. Triton's knobs, and hooks that run before a kernel,
+    count as they are at the first of such launches.
+
+    Arguments are tensors, the first of them on the current device, numbers (no bools) and None, by place and all of
+    them; constants are constexprs and options, by name.
     """
 
     def __init__(self, kernel: Any) -> None:
+        functools.update_wrapper(self, kernel)
         self.kernel = kernel
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernel, name)
-
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
+
+    def warmup(self, *arguments: Any, **constants: Any) -> Any:
+        """Compile without a launch: triton's own ``warmup``."""
+        return self.kernel.warmup(*arguments, **constants)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         kinds = [
@@ -41,11 +47,14 @@ class Remembered:
             compiled[(*grid, 1, 1)[:3]](*arguments, *constexprs)
             return
         compiled = self.kernel[grid](*arguments, **constants)
+        if not isinstance(compiled, triton.compiler.CompiledKernel):
+            return  # still being compiled, or not by triton
         if len(self._compiled) >= _MOST:
             self._compiled.clear()
         self._compiled[key] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
 
 
 def remembered(kernel: Any) -> Any:
-    """``kernel`` as :class:`Remembered`; as it is where triton interprets it."""
-    return Remembered(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+    """``kernel`` as :class:`Remembered`; as it is where triton interprets it, and on AMD's GPUs, where its form depends
+    on the size of tensors too."""
+    return Remembered(kernel) if isinstance(kernel, triton.JITFunction) and torch.version.hip is None else kernel

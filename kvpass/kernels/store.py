@@ -143,8 +143,7 @@ def _store_rows(
         if scale is not None:
             factor *= tl.load(scale + head)
         scale_bits, divisor = choose_block_scale(even, odd, factor, BLOCK_SCALE, SCALE_RULE, SEARCH)
-        low, high = encode_e2m1(even, odd, divisor, BLOCK_SCALE == "e4m3" or SCALE_RULE == "floor")
-        packed = tl.where((divisor > 0)[:, None], low | high << 4, 0)  # neither 0 nor NaN
+        packed = encode_e2m1(even, odd, divisor, BLOCK_SCALE == "e4m3" or SCALE_RULE == "floor")
         code_column = (column // 2)[:, None] + tl.arange(0, GROUP // 2)[None, :]
         is_code = (is_inside & (column < HEAD_DIM))[:, None]
         tl.store(out[:, None] + code_column, packed.reshape(GROUPS, GROUP // 2).to(tl.uint8), mask=is_code)
