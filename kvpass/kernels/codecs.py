@@ -129,14 +129,11 @@ def interpreting() -> bool:
 
 
 @functools.lru_cache
-def _is_at_least(device: torch.device, capability: tuple[int, int]) -> bool:
-    return torch.cuda.get_device_capability(device) >= capability
-
-
 def _compiles_for(device: torch.device, capability: tuple[int, int]) -> bool:
     """Whether kernels on ``device`` are compiled, for an NVIDIA GPU of at least this compute capability."""
-    is_compiled = device.type == "cuda" and not interpreting() and torch.version.hip is None
-    return is_compiled and _is_at_least(device, capability)
+    if device.type != "cuda" or interpreting() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= capability
 
 
 def native_float8(device: torch.device) -> bool:
