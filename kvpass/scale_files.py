@@ -22,8 +22,8 @@ _DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e4m3fnuz": "fp8_e4m3", "float8_e
 # Engines double the scales of a checkpoint on hardware whose e4m3 is the fnuz variant, which reaches half as far. For
 # e4m3fn that never saturates, and costs one of fifteen binades at the small end.
 FNUZ_FACTOR = 2.0
-# Times the least block scale, and a quarter of that, the smallest is far from subnormal; a larger one is no number.
-_SMALLEST, _LARGEST = 2.0**-100, torch.finfo(torch.float32).max
+# Times any block scale, and that times any midpoint of e2m1, these are normal numbers, also as another format's scale.
+_SMALLEST, _LARGEST = 2.0**-100, 2.0**100
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Scale:
         centre: ``[kv_heads][head_dim]``: what was subtracted from every token before ``scale`` was measured.
 
     Raises:
-        ValueError: A scale below 2**-100 or not finite in float32, an unknown format, a ragged centre.
+        ValueError: A scale that is not from ``2**-100`` to ``2**100``, an unknown format, a ragged centre.
     """
 
     scale: tuple[float, ...] = (1.0,)
@@ -51,7 +51,7 @@ class Scale:
             raise ValueError(f"format {self.format!r} {what}; got {self.scale}")
         for value in self.scale:
             if not _SMALLEST <= value <= _LARGEST:  # false for NaN
-                raise ValueError(f"scale is {value}; it must be positive, at least 2**-100, and finite in float32")
+                raise ValueError(f"scale is {value}; it must be positive, from 2**-100 to 2**100")
         if self.centre is not None:
             if len({len(row) for row in self.centre}) != 1 or not all(map(math.isfinite, sum(self.centre, ()))):
                 raise ValueError("centre must be finite, with as many values for each head")

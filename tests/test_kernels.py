@@ -242,6 +242,23 @@ def test_store_of_special_values(name):
     check_store(x, -x, torch.arange(8) + 28, name, name, 36)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4+4over6", "fp4_mx_block16", "mxfp4"])
+def test_store_of_values_at_and_around_every_midpoint(name):
+    fmt = get_format(name)
+    x = spread(1, 2, 6, 64)
+    x[0, 0, 0] *= 1e-38  # divisors of 2**-127 in mxfp4
+    midpoints = torch.tensor(reference.E2M1_MIDPOINTS, dtype=torch.float64).repeat_interleave(2)
+    scale = torch.full((2,), get_tensor_scale(name)) if fmt.tensor_scale else None
+    bits = reference.quantize(x, fmt, scale)[1]
+    divisors = reference._decode_block_scale(bits, fmt).double() * get_tensor_scale(name)
+    blocks = x.unflatten(-1, (-1, fmt.block))  # the first value of each keeps its scale
+    blocks[..., 0] = blocks.abs().amax(-1)
+    for ulps in (-1, 0, 1):
+        near = (divisors[..., None] * midpoints).float().view(torch.int32) + ulps
+        blocks[..., 1:15] = near.view(FP32) * torch.tensor([1.0, -1.0]).repeat(7)
+        check_store(x, -x, torch.arange(6) + 28, name, name, 36)
+
+
 def get_tensor_scale(name: str) -> float:
     return 0.37 if get_format(name).tensor_scale else 1.0
 

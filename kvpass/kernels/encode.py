@@ -37,8 +37,16 @@ def encode_float8(x, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
-    """The least fp32 number at or above (``TIE_RISES``) or above ``MIDPOINT * divisor``, whose product is not rounded.
+def _raised(x, is_raised):
+    """The next number above ``x`` (fp32, not negative) where ``is_raised``; what is not finite stays."""
+    is_raised &= x < float("inf")
+    return (x.to(tl.int32, bitcast=True) + is_raised.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
+    """``MIDPOINT * divisor`` in fp32, and whether the least number at or above the product that is not rounded
+    (``TIE_RISES``), or above it, is the next one: :func:`_raised`. So it is with twice the midpoint and the product.
 
     A midpoint has at most three bits. So both parts of the product are exact, their sum is rounded once, and what is
     left of the larger part is exact too, contracted to fused operations or not.
@@ -47,8 +55,7 @@ def _least_above(divisor, MIDPOINT: tl.constexpr, TIE_RISES: tl.constexpr):
     low = (divisor - high) * MIDPOINT
     product = high * MIDPOINT + low
     rest = product - high * MIDPOINT
-    is_below = low > rest if TIE_RISES else low >= rest  # neither, where the product is infinite or NaN
-    return (product.to(tl.int32, bitcast=True) + is_below.to(tl.int32)).to(tl.float32, bitcast=True)
+    return product, low > rest if TIE_RISES else low >= rest
 
 
 @triton.jit
@@ -56,23 +63,24 @@ def encode_e2m1(even, odd, divisor, TIES_TO_EVEN: tl.constexpr):
     """Nearest e2m1 codes of ``x / divisor``, saturating, sign in bit 3; ties to even or away from zero. Those of
     ``even`` in bits 0 to 3 and those of ``odd`` in bits 4 to 7 of int32; 0 where the divisor is 0 or NaN.
 
-    ``even`` and ``odd`` are two fp32 tiles ``[blocks, values]``, ``divisor`` is ``[blocks]``. A value is compared with
-    midpoint times divisor, which is worked out once per block; a division per value made the store half as fast.
+    ``even`` and ``odd`` are two fp32 tiles ``[blocks, values]``, ``divisor`` is ``[blocks]``: ``2**-124`` or more, or a
+    power of two. A value is compared with midpoint times divisor, which is worked out once per block; a division per
+    value made the store half as fast.
     """
-    # Nothing is above NaN. (That zero is one too keeps the signs, and with them 30 registers, from being found early.)
-    is_usable = divisor > 0
-    zero = tl.where(is_usable, 0.0, float("nan"))[:, None]
-    # The tie between codes n and n + 1 rises, to even, where n is odd. A quarter of a divisor that is far from
-    # subnormal is exact, and so are doubles: what is the least number above twice a midpoint, too.
-    to_1 = divisor * 0.25
-    if TIES_TO_EVEN:
-        to_1 = (to_1.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    to_1 = tl.where(is_usable, to_1, float("nan"))[:, None]
-    divisor = tl.where(is_usable, divisor, float("nan"))
-    to_2 = _least_above(divisor, 0.75, True)[:, None]
-    to_3 = _least_above(divisor, 1.25, not TIES_TO_EVEN)[:, None]
-    to_4 = _least_above(divisor, 1.75, True)[:, None]
-    to_5, to_6, to_7 = 2 * to_3, 2 * to_4, 4 * to_3
+    # Nothing is above NaN. (That zero is one too keeps the signs from being found early, and from taking registers.)
+    divisor = tl.where(divisor > 0, divisor, float("nan"))
+    zero = tl.where(divisor > 0, 0.0, float("nan"))[:, None]
+    # The tie between codes n and n + 1 rises, to even, where n is odd. A quarter of the divisor is exact.
+    to_1 = _raised(divisor * 0.25, (divisor > 0) & TIES_TO_EVEN)[:, None]
+    product, is_below = _product(divisor, 0.75, True)
+    to_2 = _raised(product, is_below)[:, None]
+    product, is_below = _product(divisor, 1.25, not TIES_TO_EVEN)
+    to_3 = _raised(product, is_below)[:, None]
+    to_5 = _raised(2 * product, is_below)[:, None]
+    to_7 = _raised(4 * product, is_below)[:, None]
+    product, is_below = _product(divisor, 1.75, True)
+    to_4 = _raised(product, is_below)[:, None]
+    to_6 = _raised(2 * product, is_below)[:, None]
     codes = tl.zeros(even.shape, tl.int32)
     codes = _add_code(codes, even, zero, to_1, to_2, to_3, to_4, to_5, to_6, to_7, 1)
     return _add_code(codes, odd, zero, to_1, to_2, to_3, to_4, to_5, to_6, to_7, 16)

@@ -15,10 +15,10 @@ _MOST = 1024  # launches remembered of a kernel: every length of a prompt has it
 class Remembered:
     """A kernel that launches at once what it has launched before: ``kernel[grid](*arguments, **constants)``.
 
-    Triton finds out at every launch which compiled form of a kernel takes its arguments, and that costs the host twice
-    what the launch itself does. What the arguments have to do with it is the key here: dtypes and alignment of tensors,
-    whole numbers, what is None, constexprs, options and the device. Triton's knobs, and hooks that run before a kernel,
-    count as they are at the first of such launches.
+    Triton finds out at every launch which compiled form of a kernel takes its arguments, and that takes the host longer
+    than the launch itself. What the arguments have to do with it is the key here: dtypes and alignment of tensors,
+    whole numbers, what is None, constexprs, options and the device. What else triton compiles by, its knobs, and a
+    kernel's ``pre_run_hooks`` count as they are at the first of such launches.
 
     Arguments are tensors, the first of them on the current device, numbers (no bools) and None, by place and all of
     them; constants are constexprs and options, by name.
