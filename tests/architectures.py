@@ -215,7 +215,7 @@ _COMPASS = {"sliding_attention": _mrope(4, 2, 2)["rope_parameters"], "full_atten
 OTHERS = [
     *_all("Apertus1p5Text AriaText AXK2 Beam BitNet Blt Cohere2Moe CTRL Cwm Ernie4_5_Moe Exaone ExaoneMoe FalconMamba"),
     *_all("FlexOlmo Flint Fuyu Gemma4UnifiedText Git Glm4Moe GlmMoeDsa GPTNeoXJapanese GraniteSWA GraniteMoeSWA"),
-    *_all("GraniteMoeShared HrmText HunYuanMoEV1 HYV3 HYV4 HyperCLOVAX Inkling2Text Inkling2LoopText InternLM3"),
+    *_all("GraniteMoeShared HunYuanMoEV1 HYV3 HYV4 HyperCLOVAX Inkling2Text Inkling2LoopText InternLM3"),
     *_all("IQuestCoder Jais2 Kolibri1 Laguna LaraMini Mamba Mellum MiMoV2Flash Ministral3 ModernBertDecoder Moshi"),
     *_all("NanoChat OpenAIGPT Phi4Multimodal Rwkv SarvamMoE SolarOpen TrOCR VaultGemma XLM XLNet xLSTM"),
     *_all("AXK1 Glm4MoeLite MiniCPM3 SarvamMLA Youtu", **_mla()),
@@ -229,6 +229,7 @@ OTHERS = [
     *_all("CohereCompassText", **_MIXED, rope_parameters=_COMPASS),
     *_all("Dots3NoteText", num_key_value_heads=4),
     *_all("Gemma3nText", **_SHARING, activation_sparsity_pattern=[0.0] * 4, intermediate_size=[128] * 4),
+    *_all("HrmText", L_cycles=1),  # each time round it doubles what the rounding of K and V costs
     *_all("Lfm2Moe", layer_types=["conv", "full_attention"]),
     *_all("Mamba2", num_heads=8, head_dim=16),
     *_all("Qwen3_5MoeText", **_LINEAR),

@@ -92,7 +92,7 @@ def check_tokens(model, prompt, name, calls, tokens, error):
 
 
 def check_logits(model, prompt, name, compiled, arguments):
-    """Fused and unfused logits differ by no more than bf16 arithmetic errs by, against fp64 on the same bytes.
+    """Fused logits err by no more than unfused ones, against fp64 on the same bytes.
 
     Returns the typical error of an unfused logit.
 
@@ -101,7 +101,7 @@ def check_logits(model, prompt, name, compiled, arguments):
     cache = kvpass.QuantizedCache(model.config, name, max_cache_len=128)
     with torch.no_grad():
         model(prompt, past_key_values=cache)
-    forced = torch.randint(0, model.config.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()
+    forced = torch.randint(0, model.config.vocab_size, (48,), generator=torch.Generator().manual_seed(0)).tolist()
     exact = on_cpu(cache)
     exact.batch_repeat_interleave(len(forced))
     with torch.no_grad():
@@ -110,9 +110,9 @@ def check_logits(model, prompt, name, compiled, arguments):
     unfused = logits_of(model, cache, forced, arguments)
     with torch._dynamo.config.patch(error_on_recompile=True):
         fused = logits_of(compiled, cache, forced, arguments)
-    differ, err = typical_difference(fused, unfused), typical_difference(unfused, oracle)
-    print(f"{name} on {prompt.device.type}: fused and unfused differ by {differ:.4f}, unfused errs by {err:.4f}")
-    assert differ <= 1.5 * err  # two independent errors of that size differ by 1.41 of it
+    err, fused_err = typical_difference(unfused, oracle), typical_difference(fused, oracle)
+    print(f"{name} on {prompt.device.type}: unfused logits err by {err:.4f}, fused ones by {fused_err:.4f}")
+    assert fused_err <= 1.5 * err  # of 48 tokens, whose errors spread by a factor of two, medians spread by a seventh
     return err
 
 

@@ -79,7 +79,7 @@ class TestOwnSchema:
             (lambda v: v["layers"]["0"]["key"].update(scale=0.0), "layer 0, key: scale is 0.0; it must be positive"),
             (lambda v: v["layers"]["0"]["key"].update(scale=-1.0), "layer 0, key: scale is -1.0"),
             (lambda v: v["layers"]["0"]["key"].update(scale=1e-31), "layer 0, key: scale is 1e-31"),
-            (lambda v: v["layers"]["0"]["key"].update(scale=1e31), "scale is 1e+31; it must be positive, from 2"),
+            (lambda v: v["layers"]["0"]["key"].update(scale=1e31), "scale is 1e.31; it must be positive, from 2"),
             (lambda v: v["layers"]["0"]["key"].update(scale=float("nan")), "layer 0, key: scale is nan"),
             (lambda v: v["layers"]["0"]["key"].update(scale=float("inf")), "layer 0, key: scale is inf"),
             (lambda v: v["layers"]["0"]["key"].update(scale="1.0"), "layer 0, key: scale is '1.0'; .* must be numbers"),
