@@ -229,7 +229,7 @@ OTHERS = [
     *_all("CohereCompassText", **_MIXED, rope_parameters=_COMPASS),
     *_all("Dots3NoteText", num_key_value_heads=4),
     *_all("Gemma3nText", **_SHARING, activation_sparsity_pattern=[0.0] * 4, intermediate_size=[128] * 4),
-    *_all("HrmText", L_cycles=1),  # each time round it doubles what the rounding of K and V costs
+    *_all("HrmText", L_cycles=1),  # every time round multiplies what the rounding of K and V costs
     *_all("Lfm2Moe", layer_types=["conv", "full_attention"]),
     *_all("Mamba2", num_heads=8, head_dim=16),
     *_all("Qwen3_5MoeText", **_LINEAR),
